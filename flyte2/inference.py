@@ -43,7 +43,7 @@ async def main(model_state: File, shards: int = 4, split: str = "test") -> list[
     Args:
         model_state: the output of a training, whose metadata say what network and dataset it is of.
         shards: how many parts to predict, each on its own.
-        split: "train", "validation" or "test".
+        split: "train" or "test".
 
     Returns:
         The shards' files, in their order.

@@ -231,11 +231,11 @@ class PredictingTraining(Training[Given, Outputs]):
             shard: the number of the shard, from 0.
             shards: the number of shards, into which the split is divided as evenly as possible.
             data: the data of the training.
-            split: "train", "validation" or "test".
+            split: "train", "test" or, if the recipe has_validation, "validation".
             init: the init of the training.
 
         Raises:
-            InputError: there is no such shard, or the recipe has no predictions.
+            InputError: there is no such shard or split, or the recipe has no predictions.
             Exception: on a cluster, the platform's error for that, or for a process that has failed or hangs.
         """
         with self.own_errors():

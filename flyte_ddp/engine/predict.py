@@ -14,8 +14,10 @@ from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.measures import check_rows
+from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
+from flyte_ddp.recipe import Recipe
 from flyte_ddp.whole_files import whole_file, writing_to
 
 
@@ -35,8 +37,9 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         The number of rows in the file, one for each sample of the shard; it may be 0.
 
     Raises:
-        InputError: The recipe's predictions() returns something other than a tensor with a row for each sample, or rows
-            of another shape than before. Or the recipe or its data are invalid, or the file cannot be written.
+        InputError: The recipe has no such split. Or its predictions() returns something other than a tensor with a row
+            for each sample, or rows of another shape than before. Or the recipe or its data are invalid, or the file
+            cannot be written.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)
@@ -46,6 +49,7 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
     with BlockCache(environment, job.options.cache_bytes) as cache:
         with checked_imports(job.root, job.files):
             recipe = load_recipe(job, device)
+            _check_split(recipe, split)
             source = load_split(recipe, split, job, cache)
             model = recipe.trained_model(job.model_path).to(device)
         first, last = rank_slice(0, len(source), number, count)
@@ -63,3 +67,11 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
     with writing_to(job.logs, "DDP_RUNS_DIR"), whole_file(Path(job.logs, f"predictions-{number}.npy")) as file:
         np.save(file, rows)
     return len(rows)
+
+
+def _check_split(recipe: Recipe, split: str) -> None:
+    """Raise InputError if a recipe has no split of this name, for which its data() might return another one."""
+    splits = ("train", "validation", "test") if recipe.has_validation else ("train", "test")
+    if split not in splits:
+        remedy = "; what validation_fraction holds out is a part of train" if split == "validation" else ""
+        raise InputError(f"split must be one of {', '.join(splits)}, got {split!r}: correct it{remedy}")

@@ -60,3 +60,13 @@ def test_rows_that_do_not_fit_together_are_refused(tmp_path, recipe, words):
     with pytest.raises(InputError, match=words):
         run(Environment(ALONE, 0, 0, "", threads=1), Link(), (job, "test", 0, 1))
     assert not [*tmp_path.glob("predictions-*")]
+
+
+@pytest.mark.parametrize("split", ["validation", "tests"])
+def test_a_split_that_the_recipe_does_not_have_is_refused(tmp_path, split):
+    """The data() of many recipes returns the training samples for all but test."""
+    torch.save(Predicting(Settings()).model().state_dict(), tmp_path / "model.pt")
+    subject = make_subject(find_code(f"{__name__}:Predicting"), Settings(validation_fraction=0.25))
+    job = make_job(subject, model_path=tmp_path / "model.pt", logs=tmp_path)
+    with pytest.raises(InputError, match=f"split must be one of train, test, got '{split}'"):
+        run(Environment(ALONE, 0, 0, "", threads=1), Link(), (job, split, 0, 1))
