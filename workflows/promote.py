@@ -4,8 +4,6 @@ pyflyte run workflows/promote.py promote_wf --place models --promotion '{"margin
 pyflyte run workflows/promote.py roll_back_wf --place models --name 20261122-030412-1f2e3d4c
 """
 
-from dataclasses import replace
-
 from flytekit import dynamic, workflow
 from flytekit.types.file import PythonPickledFile
 
@@ -30,7 +28,7 @@ def candidate(
     if model_state is not None:
         return model_state
     data = prepare_dataset(name=name)  # from the cache: Flyte would hash an input, which is not downloaded here
-    return pytorch_mnist_task(hp=replace(hp, dataset=name), data=data, options=options, init=None).model_state
+    return pytorch_mnist_task(hp=hp, data=data, options=options, init=None).model_state
 
 
 @workflow

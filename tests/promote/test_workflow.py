@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import msgpack
 import pytest
+from flytekit.core.context_manager import CompilationState, FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import PythonPickledFile
 
@@ -34,6 +36,8 @@ from tests.commands import ROOT, output, pyflyte, words
 from tests.once import trained_classifier
 from tests.packages import full_package
 from tests.pod import Pod, literal, package, package_for_here
+from workflows.mnist import pytorch_mnist_task
+from workflows.promote import candidate
 
 PROMOTE = str(ROOT / "workflows" / "promote.py")
 HP: dict[str, Any] = {"dataset": "digits", "epochs": 1, "train_fraction": 0.1}
@@ -113,6 +117,17 @@ def test_a_given_model_says_itself_what_it_is_of(tmp_path):
     assert dataclasses.asdict(target.hp) == trained
     target = checked(dataset="digits", model="resnet9")
     assert (target.dataset, target.hp.model, target.hp.epochs) == ("digits", "resnet9", 7)
+
+
+def test_a_candidate_is_trained_as_by_the_workflow_of_mnist_and_so_taken_from_its_cache():
+    context = FlyteContextManager.current_context()
+    state = CompilationState(prefix="")
+    with FlyteContextManager.with_context(context.with_compilation_state(state)):
+        hp = Hyperparameters(epochs=3)
+        candidate.task_function(model_state=None, hp=hp, name="mnist", options=RunOptions())
+    (training,) = (node for node in state.nodes if node.flyte_entity is pytorch_mnist_task)
+    (given,) = (one for one in training.bindings if one.var == "hp")
+    assert msgpack.loads(given.binding.scalar.binary.value) == dataclasses.asdict(hp), "the dataset's name is auto"
 
 
 ACCURATE = Measured(
