@@ -23,7 +23,7 @@ from flyte_ddp.engine.set_up import SetUp
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.sharding.sharding import in_own_types, is_sharded
 from flyte_ddp.engine.state import TrainingState
-from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
+from flyte_ddp.model_files.model_metadata import MEASURED_ON, ModelMetadata, add_metadata
 from flyte_ddp.model_files.weights import first_names, save
 from flyte_ddp.recipe import CPU, Recipe
 from flyte_ddp.whole_files import whole_file, writing_to
@@ -79,7 +79,7 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     path = Path(job.model_path)
     is_first = distributed.get_rank() == 0
     with writing_to(path.parent, job.chosen_by):
-        digest = write_weights(setup, job, path, tested.measures)
+        digest = write_weights(setup, job, path, tested.measures, split="test")
         drawn = draw_pictures(setup.state, setup.test.split) if is_first or is_sharded(setup.state.model) else []
         for name in (PREDICTIONS, PICTURES) if is_first else ():
             Path(job.logs, name).unlink(missing_ok=True)
@@ -121,7 +121,12 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
 
 
 def write_weights(
-    setup: SetUp, job: Job, path: Path, measures: dict[str, float], weights: Mapping[str, Tensor | Shard] | None = None
+    setup: SetUp,
+    job: Job,
+    path: Path,
+    measures: dict[str, float],
+    weights: Mapping[str, Tensor | Shard] | None = None,
+    split: str = "validation",
 ) -> str:
     """Write weights with their metadata to a file, and return their digest, the same on all ranks; a collective.
 
@@ -134,6 +139,7 @@ def write_weights(
         path: the file.
         measures: the measures of these weights, for the metadata.
         weights: the weights; by default those that the training evaluates, which may be the moving average.
+        split: the split that the measures are of.
 
     Raises:
         OSError: Rank 0 cannot write the file. Rank 0 alone raises it; the other ranks return.
@@ -146,6 +152,8 @@ def write_weights(
         fill(None, weights, state.device)
         return digest
     training = {"world_size": size, "hardware": hardware(state.device), "precision": setup.precision}
+    if split != "test":
+        training[MEASURED_ON] = split
     metadata = build_metadata(state.recipe, job, setup.probed.headline, measures, training, state.base.digest, digest)
     export_model(weights, path, metadata, state.device)
     return digest

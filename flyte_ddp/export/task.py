@@ -33,7 +33,7 @@ from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.flyte1.resources import preparation_resources, small_resources
 from flyte_ddp.flyte1.train import Data
-from flyte_ddp.model_files.model_metadata import ModelMetadata, read_metadata
+from flyte_ddp.model_files.model_metadata import MEASURED_ON, ModelMetadata, read_metadata
 from flyte_ddp.recipes.hyperparameters import FolderHyperparameters, Hyperparameters
 from flyte_ddp.report.console import say_last
 from flyte_ddp.settings import TrainingSettings
@@ -236,7 +236,7 @@ def _export_verified(
         settings: the training's settings, for the card and the files. The settings in `known` replace all of these if
             the same recipe wrote the weights.
         reported: the training's measures, with which those of the weights must agree. A measure that is not among these
-            is taken from `known` if the same recipe wrote the weights.
+            is taken from `known` if the same recipe wrote the weights, and measured them on the test split.
         known: the weights' metadata; None if the file has none.
         options: how to export.
 
@@ -250,9 +250,9 @@ def _export_verified(
     """
     if known and known.recipe == subject.recipe:
         settings = known.settings
-        reported = {**known.measures, **reported}
+        reported = {**known.tested, **reported}
     job = make_job(subject, model_path=weights)
-    training = known.training if known else {}
+    training = {name: value for name, value in known.training.items() if name != MEASURED_ON} if known else {}
     with run_folder(platform, f"{subject.dataset}-export") as folder:
         beside = temporary_beside(folder / "model")
         done = export(ExportJob(job, str(beside), options, settings, reported, training))

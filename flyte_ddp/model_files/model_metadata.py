@@ -19,6 +19,7 @@ from flyte_ddp.fields import Settings, plain
 FORMAT = 1
 HEADER = "flyte_ddp"  # the metadata's entry in the header of a safetensors file
 ENTRY = "flyte_ddp.json"  # the metadata's entry in a zip archive
+MEASURED_ON = "measured_on"  # in ModelMetadata.training: the split of the measures, if that is not the test split
 MOST_BYTES = 2**20  # the limit of an entry; ours have a few thousand
 MOST_HEADER_BYTES = 10**8  # the limit of safetensors itself
 Kind = TypeVar("Kind")
@@ -35,9 +36,9 @@ class ModelMetadata:
         data: the name of the data, and their digest if a file or folder was given.
         facts: what Recipe.facts returned.
         headline: the name of the main measure.
-        measures: measures by name on the test split, or for last.pt on the validation split, as the training reported
-            them.
-        training: world_size, hardware and precision.
+        measures: measures by name on the test split, or for last.pt and the files of keep_best on the validation split,
+            as the training reported them.
+        training: world_size, hardware and precision; measured_on, if the measures are not of the test split.
         versions: the versions of Python and torch.
         base_digest: the digest of the FrozenBase; empty if the file has all weights.
         weights_digest: the digest of the weights that the training reported, by flyte_ddp.engine.digest.
@@ -63,6 +64,11 @@ class ModelMetadata:
     def digest(self) -> str:
         """Return a digest that equal weights share, whatever their file's format, and others nearly never."""
         return hashlib.sha256(self.as_json().encode()).hexdigest()
+
+    @property
+    def tested(self) -> dict[str, float]:
+        """Return the measures on the test split; an empty dict if these are of another one."""
+        return {} if MEASURED_ON in self.training else self.measures
 
     def load_settings(self, path: str | Path) -> Settings:
         """Return the settings of the training, after importing the module of their class.

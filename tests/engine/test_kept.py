@@ -58,6 +58,9 @@ def test_a_run_that_was_cut_off_keeps_the_same_files(train, whole):
         train(on_event=unplug_at(12, 1), **cut)
     resumed = train(**cut)
     assert kept(resumed) == kept(expected)
+    files = [resumed.folder / name for name in ("model.pt", "last.pt", *kept(resumed))]
+    tested = [metadata.tested for metadata in map(read_metadata, files) if metadata]
+    assert tested == [resumed.result.tested, {}, {}, {}, {}], "an export need not give validation measures on the test"
     beside = {file.name.rpartition("-")[2] for file in (resumed.folder / "checkpoint-best").iterdir()}
     numbers = {f"{round(2 * one.epoch)}.pt" for one in expected.result.kept}
     assert beside == numbers, "and no others: each that is no longer among the best is removed"
