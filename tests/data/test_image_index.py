@@ -85,6 +85,17 @@ def test_the_digest_follows_the_content_not_the_place(folder, tmp_path):
     assert verify(index(folder)).digest != digest
 
 
+def test_a_file_of_the_same_size_and_time_is_another_one(folder):
+    """As when a newer version is unpacked over the older one, from archives without times."""
+    file = next(folder.rglob("*.png")).with_suffix(".bmp")
+    Image.new("L", (28, 28), 7).save(file)
+    os.utime(file, (0, 0))
+    before, size = stamp_images(folder), file.stat().st_size
+    Image.new("L", (28, 28), 8).save(file)
+    os.utime(file, (0, 0))
+    assert (file.stat().st_size, stamp_images(folder) == before) == (size, False)
+
+
 def test_train_and_test_folders_are_the_splits_where_both_are_there(folder, tmp_path):
     both = tmp_path / "both"
     both.mkdir()

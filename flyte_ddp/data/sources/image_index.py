@@ -138,7 +138,8 @@ def stamp_images(folder: Path) -> str:
         digest.update(os.fsencode(name) + b"\0")
         with suppress(OSError):  # index_folder counts a broken link when it tries to read the file
             status = (folder / name).stat()
-            digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            # Another file may have been copied or unpacked there with the size and time of the one before
+            digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}\0".encode())
     return digest.hexdigest()
 
 
