@@ -3,11 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
+from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
 from flytekit.types.file import PythonPickledFile
 
 from flyte_ddp.attempt.platform_training import check_classifier
 from flyte_ddp.errors import InputError
+from flyte_ddp.flyte1.data import get_url
 from flyte_ddp.flyte1.flytekit_compat import alternatives
 from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.flyte1.prepare import resolve_name
@@ -50,8 +52,8 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
     """
     if model_state is None:
         return None
-    path = model_state.path
-    if is_local():
+    path = get_url(model_state)
+    if is_local() and not FileAccessProvider.is_remote(path):
         check_is_file(path)
     known = read_metadata(model_state.download())
     if known:

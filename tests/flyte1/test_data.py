@@ -1,21 +1,26 @@
 """The cache of a training goes by what the data are, not by where; also in storage that is not this machine's disk."""
 
 from pathlib import Path
+from zipfile import ZipFile
 
+import fsspec
 import numpy as np
 import pytest
 from flytekit import Cache, FlyteContextManager, task, workflow
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.type_engine import TypeEngine
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
+from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.platform_storage import download_once
+from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.data.blocks.block_folder import write_blocks
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1.data import fetch, file_by_content, folder_by_content, list_files, new_folder, weights_by_content
 from flyte_ddp.flyte1.index_images import find_images
+from flyte_ddp.flyte1.inputs import classifier_metadata
+from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
 from tests.object_storage import object_storage
 
 trained: "list[str]" = []
@@ -169,3 +174,18 @@ def test_a_download_that_fails_or_was_killed_leaves_nothing(monkeypatch, tmp_pat
     assert download_once("s3://bucket/x.bin", "x.bin", download).read_text() == "all of it"
     assert download_once("s3://bucket/x.bin", "x.bin", fail).read_text() == "all of it", "it is there"
     assert {file.name for file in tmp_path.iterdir()} == {lock.name, lock.stem}
+
+
+@task
+def dataset_of(model_state: PythonPickledFile | None) -> str:
+    known = classifier_metadata(model_state)
+    return known.data["name"] if known else ""
+
+
+def test_a_local_run_reads_weights_that_are_in_a_storage(tmp_path):
+    with ZipFile(tmp_path / "model.pt", "w") as archive:
+        archive.writestr("model/version", "3")
+    data = {"name": "digits", "digest": ""}
+    add_metadata(tmp_path / "model.pt", ModelMetadata(IMAGE_CLASSIFIER.name, "", {}, data, {}, "accuracy", {}, {}, {}))
+    fsspec.filesystem("memory").pipe_file("/weights/model.pt", (tmp_path / "model.pt").read_bytes())
+    assert dataset_of(model_state=PythonPickledFile("memory://weights/model.pt")) == "digits"
