@@ -11,7 +11,9 @@ import pytest
 
 from flyte_ddp.code.code_version import find_sources
 from flyte_ddp.code.user_code import find_code, find_observers
+from flyte_ddp.engine.job import make_subject
 from flyte_ddp.errors import InputError
+from flyte_ddp.settings import TrainingSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -265,6 +267,14 @@ def test_a_syntax_error_further_down_is_reported_too(repository):
     write(repository, {"plain/folder/deep.py": "x = 1\nclass Y(:"})
     with pytest.raises(InputError, match=r"deep.py, line 2: "):
         find_code(NAME)
+
+
+def test_a_data_file_may_be_named_like_python_and_be_none(repository):
+    write(repository, {"recipes/template.py": "print {{ name }}"})
+    first = make_subject(find_code(NAME, ["template.py"]), TrainingSettings()).hashes
+    write(repository, {"recipes/template.py": "print {{ other }}"})
+    second = make_subject(find_code(NAME, ["template.py"]), TrainingSettings()).hashes
+    assert {name for name in first if first[name] != second[name]} == {"recipes/template.py"}
 
 
 def test_data_files_are_files_below_the_root(repository):

@@ -234,7 +234,10 @@ def _read_source(file: str, package: str, content: bytes) -> Source:
 def hash_of_file(file: str) -> str:
     """Return the hash of a user's file: of its code if the file is Python, else of its bytes."""
     content = Path(file).read_bytes()
-    return hash_of_code(ast.parse(content, file))[0] if file.endswith(".py") else hashlib.sha256(content).hexdigest()
+    with suppress(SyntaxError, ValueError):  # a data file may be named so, or the user may be editing the file
+        if file.endswith(".py"):
+            return hash_of_code(ast.parse(content, file))[0]
+    return hashlib.sha256(content).hexdigest()
 
 
 def hash_of_body(function: Callable[..., Any]) -> str:
