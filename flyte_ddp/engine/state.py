@@ -21,7 +21,7 @@ from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.buffers import BufferCopy, Buffers
 from flyte_ddp.engine.contracts import StepFigures
-from flyte_ddp.engine.digest import weights_digest
+from flyte_ddp.engine.digest import sum_bits, weights_digest
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.measures import compute_ratios, make_checked_optimizer, trained_measure
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
@@ -34,7 +34,7 @@ from flyte_ddp.engine.sharding.sharding import ShardedStep, is_sharded, local, u
 from flyte_ddp.engine.spikes import Spikes
 from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.engine.sums import Sums
-from flyte_ddp.engine.torch_compat import any_batch_size, version
+from flyte_ddp.engine.torch_compat import any_batch_size
 from flyte_ddp.engine.virtual_ranks import ahead
 from flyte_ddp.engine.virtual_ranks.ahead import Ahead
 from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
@@ -132,7 +132,7 @@ class TrainingState:
         self._is_guarded = is_plain and torch_compat.guard_steps(self.optimizer, self._is_left_out, self._divisor)
         named = model.named_parameters()
         self._trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self._base_versions: dict[str, int] = {}  # before the first step
+        self._base_sums: list[int] | None = None  # before the first step
         self.gathers_by_part = gathers and virtual_ranks > 0
         self._gathered: Gathered | None = None  # in the current step
         # None where the host waits for the sums of each step
@@ -197,7 +197,8 @@ class TrainingState:
             stop: whether this rank asks all ranks to stop.
             save: whether this rank asks for a checkpoint.
         """
-        self._base_versions = self._base_versions or self._versions_of_base()
+        if self._base_sums is None:
+            self._base_sums = self._sum_base()
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
         before = self.copy_buffers() if isinstance(self.parallel, ExactStep) else None
         if before and self.gathers_by_part:
@@ -482,13 +483,11 @@ class TrainingState:
             WrongBitsError: The ranks' weights differ, although they have the same hardware. On different hardware there
                 is a warning instead.
         """
-        now = self._versions_of_base()
-        if self._base_versions not in ({}, now) and self.base.has_changed():
+        if self._base_sums not in (None, self._sum_base()):
             raise InputError(
                 f"frozen weights ({listed(sorted(self.base.names))}) must change from the first step on or never, as "
                 "no checkpoint has them otherwise, and some have begun to change: make them buffers, by register_buffer"
             )
-        self._base_versions = now
         if not self.drift or is_sharded(self.model):
             return
         is_audited = bool(self.audit and self.audit.every)
@@ -499,10 +498,14 @@ class TrainingState:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.drift.compare(tensors, what, self.progress.epoch, self.progress.step - 1)
 
-    def _versions_of_base(self) -> dict[str, int]:
-        """Return how often each weight of the base, which no checkpoint has, was changed in place, by name."""
-        named = self.model.state_dict(keep_vars=True) if self.base.names else {}
-        return {name: version(weight) for name, weight in named.items() if name in self.base.names}
+    def _sum_base(self) -> list[int]:
+        """Return a sum of the bits of each weight of the base, which no checkpoint has.
+
+        Torch's count of changes would miss those by `.data`.
+        """
+        weights = self.model.state_dict()
+        sums = [sum_bits(local(weights[name])) for name in sorted(self.base.names)]
+        return torch.stack(sums).tolist() if sums else []
 
     def digest(self) -> str:
         """Return the digest of the weights that are evaluated, 16 hex digits; a collective."""
@@ -514,7 +517,6 @@ class TrainingState:
         For a sharded weight they have this rank's rows.
         """
         self.base.load(network, fitted(weights, network))
-        self._base_versions = {}  # the base was copied onto itself
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what state_dict has returned, on any number of ranks.

@@ -50,13 +50,6 @@ class FrozenBase:
     @cached_property
     def digest(self) -> str:
         """Return the digest of the base at its first use, which computes it once."""
-        return self._digest_now()
-
-    def has_changed(self) -> bool:
-        """Return whether a weight has other bits than at the start. It takes as long as the digest."""
-        return self._digest_now() != self.digest
-
-    def _digest_now(self) -> str:
         weights = self._model.state_dict()
         return compute_base_digest({name: weights[name] for name in self.names})
 

@@ -18,6 +18,7 @@ from tests.engine import base_recipes
 from tests.engine.base_recipes import (
     Averaged,
     Based,
+    CopiedLate,
     FrozenBfloat16,
     FrozenFloat16,
     Lora,
@@ -81,11 +82,12 @@ def test_a_frozen_teacher_that_follows_what_is_trained_is_in_the_files(tmp_path)
     assert not torch.equal(loaded.state_dict()["1.teacher.weight"], first.state_dict()["1.teacher.weight"])
 
 
-def test_a_frozen_weight_that_begins_to_move_after_the_trial_is_named_before_a_checkpoint_lacks_it(tmp_path):
+@pytest.mark.parametrize("recipe", [TaughtLate, CopiedLate])
+def test_a_frozen_weight_that_begins_to_move_after_the_trial_is_named_before_a_checkpoint_lacks_it(tmp_path, recipe):
     with pytest.raises(
         InputError, match=r"frozen weights \(.*1.teacher.weight.*\) must change from the first step on or"
     ):
-        run(TaughtLate, tmp_path)
+        run(recipe, tmp_path)
 
 
 def test_a_teacher_is_looked_for_with_weights_that_have_hardly_moved(tmp_path):
