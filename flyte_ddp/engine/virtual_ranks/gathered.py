@@ -8,6 +8,7 @@ gradients are added up in the order of the parts, and all ranks have all of them
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,28 @@ class _Given(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradients,) = ctx.saved_tensors
         return gradients, None, None
+
+
+class _Leaf(torch.autograd.Function):
+    """A function that returns `leaf` in place of the rows of all parts, and passes their gradients to it alone.
+
+    While measure() runs, `measuring` is not empty. A gradient that measure() itself takes through all_gather() is
+    refused then, because it would lack what other parts do with the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, measuring: list[Batch], local: Tensor) -> Tensor:
+        ctx.measuring = measuring
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.measuring:
+            raise InputError(
+                "with virtual_ranks measure() must not take gradients through all_gather(), because other parts have a "
+                "share in them: gather rows without a graph, as by detach(), or set virtual_ranks to 0"
+            )
+        return gradient, None, None
 
 
 class _Stop(Exception):
@@ -215,16 +238,21 @@ def gather_by_part(
         InputError: forward calls all_gather(), or measure() calls it for some parts only.
     """
     seen, rows = compute_rows(recipe, forward, measure, parts, begin)
-    if rows is None or not rows.is_floating_point():
-        return None if rows is None else Gathered(rows)
+    if rows is None:
+        return None
+    if not (rows.is_floating_point() or rows.is_complex()):
+        return Gathered(rows)
     virtual_ranks = recipe.settings.virtual_ranks
     own = parts_of_rank(virtual_ranks, distributed.get_rank(), distributed.get_world_size())
     by_part = rows.new_zeros(len(own), *rows.shape)
     for part, outputs, generators in seen:
         leaf = rows.clone().requires_grad_()
-        with_leaf = replace(part, share=replace(part.share, stand_in=_stand_in(leaf)))
+        measuring = [part]
+        stand_in = partial(_Leaf.apply, leaf, measuring)
+        with_leaf = replace(part, share=replace(part.share, stand_in=stand_in))
         put_back_generators(generators)
         loss = measure(_clone_tensors(outputs), with_leaf)
+        measuring.clear()
         if not part.share.borrowed and loss.requires_grad:
             (by_part[part.share.part - own.start],) = torch.autograd.grad(loss, leaf, materialize_grads=True)
     return Gathered(rows, _add_up_by_part(by_part, virtual_ranks))
@@ -257,8 +285,3 @@ def _add_up_by_part(own: Tensor, virtual_ranks: int) -> Tensor:
     for of_part in received.view(virtual_ranks, -1, *shape):  # adding in the order of the parts rounds the same
         sums[ours] += of_part
     return _merge(sums)
-
-
-def _stand_in(rows: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what takes the place of all_gather(), and returns these rows."""
-    return lambda _: rows
