@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from flytekit import FlyteContextManager, map_task, task
 from flytekit.core.type_engine import TypeEngine
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from flyte_ddp.attempt.failures import platform_errors
-from flyte_ddp.errors import NonFiniteError
+from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.fields import read_json
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.outputs import output_file
@@ -64,10 +65,15 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
         inputs: inputs of `run` that all trials have in common.
 
     Raises:
-        InputError: the sweep's reduction factor does not fit its trials.
+        InputError: the sweep's reduction factor does not fit its trials, or the folder that they start from.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_reduction_factor(sweep, settings)
+    if sweep.reduction_factor > 1 and isinstance(inputs.get("init"), FlyteDirectory):
+        raise InputError(
+            "Sweep.reduction_factor must be 1 where trials start from a folder of weights, which a trial that goes on "
+            f"from its checkpoint would lack, got {sweep.reduction_factor}"
+        )
     texts = [trial.to_json() for trial in trials]
     if is_local():  # flytekit's local map task caches all trials or none; one by one, a sweep resumes
         rungs = run_rungs(sweep, settings, lambda entrant: _read_value(run(entrant=entrant, **inputs)))
@@ -96,8 +102,8 @@ def try_out(
     raised: Flyte would cache the result, and a full disk or GPU memory does not follow from the settings.
 
     Args:
-        run: trains, and returns the outputs. It is called as run(settings, **inputs), with init=... if there is a
-            checkpoint.
+        run: trains, and returns the outputs. It is called as run(settings, **inputs), with the checkpoint as init if
+            there is one.
         kind: the class of the settings.
         entrant: the trial: its settings as JSON, and its checkpoint.
         inputs: further inputs of `run`.
@@ -111,7 +117,7 @@ def try_out(
     checkpoint = entrant.checkpoint
     init = {"init": FlyteFile(checkpoint)} if checkpoint and storage.exists(checkpoint) else {}
     try:
-        outputs = run(settings, **init, **inputs)
+        outputs = run(settings, **{**inputs, **init})
     except (RankError, TaskError) as error:
         if error.failure.cause != NonFiniteError.__name__:
             raise

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
+from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.platform import TaskError
 from flyte_ddp.launch.failures import Failure
@@ -20,7 +23,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep
-from flyte_ddp.sweep.task import try_out
+from flyte_ddp.sweep.task import run_sweep, try_out
 from scripts.dry_run import decode
 from tests.commands import output, pyflyte, start_pyflyte, words
 from tests.pod import Pod, container_of, literal, package_for_here, small_dataset
@@ -111,6 +114,26 @@ def test_what_may_not_follow_from_the_hyperparameters_is_no_result_to_be_cached(
 
     with pytest.raises(TaskError, match="why"):
         try_out(train, Hyperparameters, Entrant(HP.to_json()))
+
+
+def test_a_trial_that_continues_takes_its_checkpoint_in_place_of_the_weights_that_it_began_with(tmp_path):
+    """Else Python would refuse the keyword twice, after the first rung."""
+    (tmp_path / "checkpoint").touch()
+    given: list[str] = []
+
+    def train(hp: Hyperparameters, init: FlyteFile) -> Any:
+        given.append(init.path)
+        raise TaskError(Failure(0, "host", "error", "NonFiniteError", "why"), "why")
+
+    for checkpoint in ("", str(tmp_path / "checkpoint"), str(tmp_path / "gone")):
+        try_out(train, Hyperparameters, Entrant(HP.to_json(), checkpoint), init=FlyteFile("model.pt"))
+    assert given == ["model.pt", str(tmp_path / "checkpoint"), "model.pt"]
+
+
+def test_trials_from_a_folder_of_weights_are_not_cut():
+    sweep, trials = Sweep(reduction_factor=2), [HP, replace(HP, seed=2)]
+    with pytest.raises(InputError, match="must be 1 where trials start from a folder of weights"):
+        run_sweep(sweep, trials, None, "texts", init=FlyteDirectory("base"))
 
 
 # --- in pods ---
