@@ -17,8 +17,8 @@ from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
 from flyte_ddp.flyte1.prepare import PreparedDataset, prepare_dataset, resolve_dataset
 from flyte_ddp.flyte1.pyflyte import set_up_pyflyte
-from flyte_ddp.flyte1.resources import dynamic_resources, small_resources, training_resources, with_grace
-from flyte_ddp.flyte1.train import TRAINING_CODE, image_training
+from flyte_ddp.flyte1.resources import dynamic_resources, small_resources
+from flyte_ddp.flyte1.train import TRAINING_CODE, image_training, training_arguments
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import VALIDATION_FRACTION, Entrant, TrialResult, classifier_trials
@@ -55,9 +55,10 @@ def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[
 
 
 @task(
-    cache=Cache(policies=[TRAINING_CODE, TRIAL_CODE], ignored_inputs=("options",), serialize=True),
-    retries=2,
-    **with_grace(training_resources(TRAINING_CODE)),
+    **training_arguments(
+        cache=Cache(policies=[TRAINING_CODE, TRIAL_CODE], ignored_inputs=("options",), serialize=True),
+        enable_deck=False,  # a map task shows none
+    )
 )
 def train_trial(entrant: Entrant, data: PreparedDataset, options: RunOptions) -> TrialResult:
     return try_out(image_training.run, Hyperparameters, entrant, data=data, options=options)

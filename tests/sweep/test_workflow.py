@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import runpy
 import signal
 import subprocess
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
+from flytekit.core.context_manager import FlyteEntities
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -25,7 +27,7 @@ from flyte_ddp.sweep.halving import Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import run_sweep, try_out
 from scripts.dry_run import decode
-from tests.commands import output, pyflyte, start_pyflyte, words
+from tests.commands import ROOT, output, pyflyte, start_pyflyte, words
 from tests.pod import Pod, container_of, literal, package_for_here, small_dataset
 
 SWEEP = ["workflows/sweep.py", "sweep_wf"]
@@ -137,6 +139,16 @@ def test_trials_from_a_folder_of_weights_are_not_cut():
 
 
 # --- in pods ---
+
+
+def test_a_trial_is_registered_as_a_training(monkeypatch):
+    monkeypatch.setattr(FlyteEntities, "entities", [])
+    for name, value in {"DDP_RETRIES": "7", "DDP_AVOID_HOURS": "24", "DDP_AVOID_HOSTS": "node-1"}.items():
+        monkeypatch.setenv(name, value)
+    trial = runpy.run_path(str(ROOT / "workflows" / "sweep.py"), run_name="registered")["train_trial"]
+    assert (trial.metadata.retries, trial.environment["DDP_POD_RETRIES"]) == (7, "7")
+    affinity = trial.pod_template.pod_spec.affinity.node_affinity.required_during_scheduling_ignored_during_execution
+    assert affinity.node_selector_terms[0].match_expressions[0].values == ["node-1"]
 
 
 @pytest.fixture(scope="module")
