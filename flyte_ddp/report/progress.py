@@ -116,8 +116,15 @@ class ProgressFile(events.Observer):
     on_ranks_restarted = _write_event
 
     def _write(self, name: str, fields: dict[str, Any]) -> None:
-        with open(self._path, "ab") as file:
-            file.write(self._line(name, fields))
+        rest = self._line(name, fields)
+        with open(self._path, "ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:  # on a full disk; half a line would spoil the one that follows once there is room
+                file.truncate(end)
+                raise
 
     def _line(self, name: str, fields: dict[str, Any]) -> bytes:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import resource
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -78,6 +79,22 @@ def test_what_is_not_finite_is_null(recorded, tmp_path):
     line = json.loads((tmp_path / "progress.jsonl").read_text().splitlines()[-1])
     assert line["measures"] == {"loss": None}
     assert math.isnan(parse_event(line).measures["loss"])
+
+
+def test_a_line_that_a_full_disk_has_cut_off_spoils_none_after_it(recorded, tmp_path):
+    file = tmp_path / "progress.jsonl"
+    progress, before = ProgressFile(tmp_path, "run"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    steps = recorded.of(StepLogged)
+    progress(recorded.events[0])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 50, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            progress(steps[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    progress(steps[1])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.get("step") for line in lines] == [None, steps[1].step]
 
 
 def test_a_long_run_has_some_thousand_lines_and_the_last_step_of_each_epoch(recorded, tmp_path):
