@@ -60,7 +60,7 @@ def under_watchdog(
     Raises:
         RankError: this rank has lost another one, or a rank has been silent for too long. The message names the ranks
             that do not answer, or for which the others wait. The error is a RecoverableRankError if another attempt may
-            succeed.
+            succeed. Or work has raised something that is no Exception, such as SystemExit, which the message names.
         PreemptedError: this rank was asked to stop, but work goes on. The error comes at once before the first step,
             else when the grace ends: the time that the platform gives after a SIGTERM.
         Exception: whatever else work raises, or what torch raises if a rank does not come in time.
@@ -75,10 +75,13 @@ def under_watchdog(
         try:
             value.set_result(work(store))
         except BaseException as error:
+            told = error
+            if not isinstance(error, Exception):  # such as SystemExit, by which this process would end without a word
+                told = name_the_cause([from_exception(error, environment.rank, environment.host)])
             # Loader workers end with the frames that hold them. The error, which the future keeps alive, would not let
             # go of those, and multiprocessing would wait at the end of the process for workers that wait for that end.
             traceback.clear_frames(error.__traceback__)
-            value.set_exception(error)
+            value.set_exception(told)
 
     thread = threading.Thread(target=copy_context().run, args=(run,), name="rank", daemon=True)
 

@@ -158,6 +158,8 @@ def test_the_value_or_the_error_of_the_work_comes_back(tmp_path):
     assert under_watchdog(lambda store: 7, DirectLink(None), alone(tmp_path), Timeouts(60)) == 7
     with pytest.raises(InputError, match="mine"):
         under_watchdog(raising(InputError("mine")), DirectLink(None), alone(tmp_path), Timeouts(60))
+    with pytest.raises(RankError, match=r"^rank 0 on node-a: SystemExit\n\n"):  # else the process ended with status 0
+        under_watchdog(raising(SystemExit()), DirectLink(None), alone(tmp_path), Timeouts(60))
 
 
 def raising(error):
