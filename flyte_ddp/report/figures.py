@@ -77,7 +77,7 @@ def draw(curves: Curves) -> str:
         values, write=percent if curves.percent else number, logarithmic=curves.logarithmic, from_zero=curves.from_zero
     )
     at = [*marks, *(x for x, _ in drawn)]
-    x = plot.horizontal(at, y, integer=max(at) > 3)
+    x = plot.horizontal(at, y, integer=max(at) > 3 and max(at) - min(at) >= 1)
     plot.axes(x, y, curves.x)
     for name, points in series.items():
         plot.line(points, pens[name])

@@ -76,7 +76,9 @@ def make_axis(
         shown = [math.log10(value) for value in shown if value > 0]
     low = min(shown, default=0.0)
     high = max(shown, default=1.0)
-    margin = (high / 2 - low / 2) * 0.1 or abs(high) * 0.1 or 0.5
+    margin = (high / 2 - low / 2) * 0.1
+    if margin <= 1e-10 * (1.0 if logarithmic else max(abs(low), abs(high))):  # the values differ by rounding at most
+        margin = max(abs(high) * 0.1, 0.5 * logarithmic) or 0.5
     low = 0.0 if from_zero else low - margin
     high = high + margin
     ticks = ticks or (round_powers(low, high) if logarithmic else round_numbers(low, high, integer))

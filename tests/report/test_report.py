@@ -236,6 +236,12 @@ def test_odd_values_make_a_figure(values, logarithmic):
     assert "$a_b" in svg
 
 
+@pytest.mark.parametrize(("first", "label"), [(8.5, ">9<"), (8.95, ">8.96<")])
+def test_a_figure_may_begin_at_any_step(first, label):
+    """As that of a training that goes on within its last epochs: there need be no whole number on its axis."""
+    assert label in draw(Curves("Learning rate", {"": [(first, 0.1), (9.0, 0.2), (first + 1.06 * (9.0 - first), 0.3)]}))
+
+
 @pytest.mark.parametrize(
     ("values", "how", "labels"),
     [
@@ -248,6 +254,8 @@ def test_odd_values_make_a_figure(values, logarithmic):
         ([-1, 0], {"logarithmic": True}, ["-1", "-0.8", "-0.6", "-0.4", "-0.2", "0"]),
         ([float("nan")], {}, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
         ([7.0, 7.0], {"ticks": [7.0]}, ["7"]),
+        ([math.log(6), math.nextafter(math.log(6), 2)], {}, ["1.7", "1.8", "1.9"]),
+        ([1.0, math.nextafter(1, 2)], {"logarithmic": True}, ["0.5", "1", "2"]),
     ],
 )
 def test_an_axis_has_round_numbers(values, how, labels):
