@@ -57,7 +57,10 @@ def tiles(record: Record) -> list[tuple[str, str]]:
             shown.append((f"epoch {counted(tested.position)}", f"is {kind}{early}"))
         seconds = sum(epoch.train_seconds for epoch in record.epochs)
         trained = f"{counted(record.epochs[-1].position)} of {record.info.settings.epochs}"
-        shown.append((format_duration(seconds), f"training, {trained} epochs"))
+        known = {epoch.position for epoch in record.epochs}
+        before = [position for position, _ in run.earlier if position not in known] if run else []
+        since = f" since epoch {counted(max(before))}" if before else ""  # until it ends, a resumed run knows no more
+        shown.append((format_duration(seconds), f"training{since}, {trained} epochs"))
         rate = sum(epoch.samples for epoch in record.epochs) / max(seconds, 1e-9)
         shown.append((f"{rate:,.0f}", f"{record.samples} per second"))
     if run and not record.finished and (left := time_left(run, record.seconds_left)):

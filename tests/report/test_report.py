@@ -141,6 +141,16 @@ def test_a_resumed_run_says_where_its_curves_begin(recorded):
     assert "Resumed from a checkpoint at epoch 2, step 4." in page_of(record)
 
 
+def test_a_resumed_run_says_of_which_epochs_its_seconds_are(recorded):
+    record, (started,), epochs = Record(recorded.info), recorded.of(RunStarted), recorded.of(EpochFinished)
+    for event in (dataclasses.replace(started, first_epoch=1, earlier=list_digests(epochs[:1])), epochs[1]):
+        record(event)
+    seconds = f"{epochs[1].train_seconds:.1f} s"
+    assert (seconds, "training since epoch 1, 2 of 2 epochs") in tiles(record)
+    record(recorded.events[-1])
+    assert "training, 2 of 2 epochs" in [label for _, label in tiles(record)]
+
+
 def test_evaluations_that_are_told_again_are_shown_once(recorded):
     """As where ranks go on from a checkpoint that was written while another process evaluated."""
     record, (started,), (first, *_) = Record(recorded.info), recorded.of(RunStarted), recorded.of(EpochFinished)
