@@ -71,9 +71,10 @@ def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, li
     chosen = state.progress.history[tracker.chosen(len(state.progress.history) - 1) if tracker else -1]
     evaluated = evaluate(state, test, link)
     evaluated.check_loss("test", chosen.position)
-    warnings = state.progress.monitor.warn_of_not_finite(evaluated.broken, "test", chosen.position, 0)
+    step = round(chosen.fraction * len(state.train))
+    warnings = state.progress.monitor.warn_of_not_finite(evaluated.broken, "test", chosen.position, step)
     if tracker and tracker.best < 0:
-        warnings += state.progress.monitor.warn_of_no_best(tracker.measure, chosen.position)
+        warnings += state.progress.monitor.warn_of_no_best(tracker.measure, chosen.position, step)
     state.progress.emit_all(warnings)
     if tracker:
         event = EpochChosen(

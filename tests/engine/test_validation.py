@@ -11,7 +11,7 @@ from flyte_ddp.engine.batches.loading import Streamed
 from flyte_ddp.engine.batches.splits import Resident, Subset, hold_out
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.errors import InputError, NonFiniteError
-from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
+from flyte_ddp.events import EpochChosen, EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
@@ -109,6 +109,9 @@ def test_a_measure_that_is_never_finite_chooses_no_epoch_and_says_so(alone, tmp_
     assert unchosen.startswith(
         "the weights are those of the last epoch, not of the best: score on the validation split"
     )
+    (steps,) = (event.steps_per_epoch for event in events if isinstance(event, RunStarted))
+    told = [(event.epoch, event.step) for event in events if isinstance(event, NotLearning)]
+    assert told[-1] == (1, steps), "curves mark what is said of the last epoch at its end"
 
 
 # --- the split ---

@@ -140,7 +140,7 @@ class LossMonitor:
         )
         return self.record(_epoch(position), step, [reason])
 
-    def warn_of_no_best(self, measure: str, position: float) -> list[NotLearning]:
+    def warn_of_no_best(self, measure: str, position: float, step: int) -> list[NotLearning]:
         """Record and return a warning that training returns the last weights, as no evaluation could be the best.
 
         Call this once, at the end of a training, if the measure to choose by has never been finite on the validation
@@ -149,6 +149,7 @@ class LossMonitor:
         Args:
             measure: the name of the measure to choose by.
             position: the number of epochs, with fractions, that the returned weights were trained for.
+            step: the number of steps of the last of these epochs.
 
         Returns:
             A list with the warning.
@@ -157,7 +158,7 @@ class LossMonitor:
             f"the weights are those of the last epoch, not of the best: {measure} on the validation split has never "
             'been a finite number: look for samples whose value divides by 0, or set choose_by to "loss"'
         )
-        return self.record(_epoch(position), 0, [reason])
+        return self.record(_epoch(position), step, [reason])
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
