@@ -60,7 +60,8 @@ class Result:
             the best epoch, and last.pt beside it has those of the last.
         output: the folder of all files that were written, on the first node.
         tested: measures of the test samples, with the weights at model_path.
-        best_epoch: the epoch of the weights at model_path, from 1; 0 without a validation split.
+        best_epoch: the evaluation, one per epoch by default, of the weights at model_path, from 1; 0 without a
+            validation split.
         kept: the models that options.keep_best has left in output, the best first.
         digest: the digest of the weights at model_path, 16 hex digits: equal bits have equal digests.
     """

@@ -281,7 +281,7 @@ class TrainingResult:
         peak_bytes: peak memory of the process.
         peak_gpu_bytes: peak memory of its tensors on the GPU; 0 on a CPU.
         tested: measures of the test split, with the weights at model_path.
-        chosen_epoch: which of the epochs these weights are of, from 0; None where none was the best.
+        chosen_epoch: which of the evaluations in `epochs` these weights are of, from 0; None where none was the best.
         parameters: number of the network's parameters.
         sample_flops: floating-point operations of a training step, forward and backward, per sample.
         tokens: how many tokens the training's samples had; 0 where they are not counted.

@@ -447,7 +447,8 @@ class Progress:
             digest: the digest of the weights that the training returns.
             tested: the measures of the test split with these weights.
             test_samples: the number of test samples; by default as planned at the start.
-            chosen_epoch: the epoch whose weights are returned, from 0; None if no epoch was chosen as the best.
+            chosen_epoch: the number of the evaluation whose weights are returned, from 0; None if none was chosen as
+                the best.
             kept: the best evaluations' models, the best first, as options.keep_best asked for.
         """
         plan = self._plan
