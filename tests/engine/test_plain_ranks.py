@@ -58,6 +58,15 @@ class Langevin(torch.optim.SGD):
                 weight.add_(torch.randn_like(weight), alpha=1e-3)
 
 
+class Counting(ImageClassifier):
+    """Counts how many other samples of the batch have got the same random number."""
+
+    def measure(self, outputs, batch):
+        drawn = torch.rand(len(outputs)).double() + stdlib.random() + np.random.rand()
+        alike = (drawn[:, None] == self.all_gather(drawn)).sum(1) - 1
+        return {**super().measure(outputs, batch), "alike": alike}
+
+
 class Norm(nn.Module):
     """Subtracts the running mean of what it has seen, in evaluation mode, too."""
 
@@ -132,6 +141,12 @@ def test_as_many_virtual_ranks_compute_the_same_up_to_rounding(train, recipe, np
     alone = train(1, name="alone", **settings)
     assert relative_difference(plain, exact) < 1e-4
     assert relative_difference(plain, alone) > 0.1  # which draws, and normalises, otherwise
+
+
+@pytest.mark.parametrize(("nproc", "virtual_ranks"), [(2, 0), (1, 2)])
+def test_each_rank_or_part_draws_its_own_numbers(train, nproc, virtual_ranks):
+    result = train(nproc, recipe=named("Counting"), virtual_ranks=virtual_ranks, **UNEVEN).result
+    assert [epoch.train["alike"] for epoch in result.epochs] == [0, 0]
 
 
 @pytest.mark.parametrize("recipe", ["InMicroBatches", pytest.param("Nudging", marks=pytest.mark.slow)])
