@@ -8,7 +8,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from finetune_images.settings import Settings
-from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions, folder_by_content, weights_by_content
 
 HEAD = Settings(freeze="stem, stages", init_leave_out="head.fc", epochs=1, learning_rate=1e-2)
 training = RecipeTraining("finetune_images.recipe:FinetuneImages")
@@ -23,5 +23,6 @@ def train_images(init: FlyteFile, folder: FlyteDirectory, settings: Settings, op
 def finetune_images_wf(
     init: FlyteFile, folder: FlyteDirectory, head: Settings = HEAD, settings: Settings = Settings()
 ) -> RecipeOutputs:
-    first = train_images(init=init, folder=folder, settings=head, options=RunOptions())
-    return train_images(init=first.model_state, folder=folder, settings=settings, options=RunOptions())
+    images = folder_by_content(folder=folder)
+    first = train_images(init=weights_by_content(file=init), folder=images, settings=head, options=RunOptions())
+    return train_images(init=first.model_state, folder=images, settings=settings, options=RunOptions())

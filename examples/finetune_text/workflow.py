@@ -7,7 +7,7 @@ from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
 
 from finetune_text.settings import Settings
-from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions, folder_by_content
 
 training = RecipeTraining("finetune_text.recipe:FinetuneText")
 
@@ -21,4 +21,4 @@ def train_finetune_text(init: FlyteDirectory, settings: Settings, options: RunOp
 def finetune_text_wf(
     init: FlyteDirectory, settings: Settings = Settings(), options: RunOptions = RunOptions()
 ) -> RecipeOutputs:
-    return train_finetune_text(init=init, settings=settings, options=options)
+    return train_finetune_text(init=folder_by_content(folder=init), settings=settings, options=options)

@@ -6,7 +6,7 @@ pyflyte run resnet/workflow.py resnet_wf --folder path/to/images --settings '{"e
 from flytekit import task, workflow
 from flytekit.types.directory import FlyteDirectory
 
-from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions
+from flyte_ddp import RecipeOutputs, RecipeTraining, RunOptions, folder_by_content
 from resnet.settings import Settings
 
 training = RecipeTraining("resnet.recipe:ResNet")
@@ -21,4 +21,4 @@ def train_resnet(folder: FlyteDirectory, settings: Settings, options: RunOptions
 def resnet_wf(
     folder: FlyteDirectory, settings: Settings = Settings(), options: RunOptions = RunOptions()
 ) -> RecipeOutputs:
-    return train_resnet(folder=folder, settings=settings, options=options)
+    return train_resnet(folder=folder_by_content(folder=folder), settings=settings, options=options)

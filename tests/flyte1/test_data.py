@@ -1,5 +1,6 @@
 """The cache of a training goes by what the data are, not by where; also in storage that is not this machine's disk."""
 
+import pkgutil
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -21,6 +22,7 @@ from flyte_ddp.flyte1.data import fetch, file_by_content, folder_by_content, lis
 from flyte_ddp.flyte1.index_images import find_images
 from flyte_ddp.flyte1.inputs import classifier_metadata
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
+from tests.commands import ROOT
 from tests.object_storage import object_storage
 
 trained: "list[str]" = []
@@ -174,6 +176,17 @@ def test_a_download_that_fails_or_was_killed_leaves_nothing(monkeypatch, tmp_pat
     assert download_once("s3://bucket/x.bin", "x.bin", download).read_text() == "all of it"
     assert download_once("s3://bucket/x.bin", "x.bin", fail).read_text() == "all of it", "it is there"
     assert {file.name for file in tmp_path.iterdir()} == {lock.name, lock.stem}
+
+
+@pytest.mark.parametrize(
+    ("example", "asked"),
+    [("resnet", ["folder"]), ("finetune_text", ["folder"]), ("finetune_images", ["folder", "weights"])],
+)
+def test_the_examples_are_trained_anew_where_files_have_changed(example, asked, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    found = pkgutil.resolve_name(f"{example}.workflow:{example}_wf")
+    names = [node.flyte_entity.name for node in found.nodes]
+    assert names[: len(asked)] == [f"flyte_ddp.flyte1.data.{one}_by_content" for one in asked]
 
 
 @task
