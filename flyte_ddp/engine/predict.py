@@ -7,10 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.code.user_code import checked_imports
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.batches import rank_slice
 from flyte_ddp.engine.batches.block_cache import BlockCache
+from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.load import load_recipe, load_split
 from flyte_ddp.engine.measures import check_rows
@@ -58,7 +60,10 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         # Where there are more shards than samples, one that has none takes a sample for the shape of its rows
         start = min(first, len(source) - 1)
         batches = torch.arange(start, max(last, start + 1)).split(size)
+        lengths = get_lengths(source)
         for chosen, tree in zip(batches, source.fetch(batches), strict=True):
+            tree = lengths.padded(tree, chosen, chosen) if lengths else tree
+            recipe.share = BatchShare(0, len(chosen), len(chosen), alone=True)
             predictions: Any = recipe.predictions(recipe.forward(model, tree), tree)
             check_rows(recipe, predictions, len(chosen), parts[0] if parts else None)
             parts.append(predictions.cpu())

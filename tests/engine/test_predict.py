@@ -12,6 +12,7 @@ from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.launcher import ALONE, run_alone
 from flyte_ddp.launch.link import Link
 from tests.engine.dataset_recipes import OfDataset
+from tests.engine.length_recipes import LENGTHS, HeldOut
 from tests.engine.probe_recipes import SIZE, WIDTH, Settings
 
 
@@ -70,3 +71,30 @@ def test_a_split_that_the_recipe_does_not_have_is_refused(tmp_path, split):
     job = make_job(subject, model_path=tmp_path / "model.pt", logs=tmp_path)
     with pytest.raises(InputError, match=f"split must be one of train, test, got '{split}'"):
         run(Environment(ALONE, 0, 0, "", threads=1), Link(), (job, split, 0, 1))
+
+
+class PredictingItsShare(Predicting):
+    def predictions(self, outputs, batch):
+        share = self.share.first, self.share.count, self.share.size, len(self.all_gather(outputs))
+        return torch.tensor([share] * len(outputs))
+
+
+class PredictingTheLength(HeldOut):
+    def predictions(self, outputs, batch):
+        return torch.full((len(outputs), 1), outputs.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (PredictingItsShare, [[0, 8, 8, 8]] * 8 + [[0, 4, 4, 4]] * 4),
+        (PredictingTheLength, [[max(LENGTHS[first : first + 8])] for first in (0, 8, 16, 24) for _ in range(8)][:30]),
+    ],
+)
+def test_batches_are_those_of_an_evaluation_on_one_rank(tmp_path, recipe, expected):
+    settings = Settings(test_batch_size=8)
+    torch.save(recipe(settings).model().state_dict(), tmp_path / "model.pt")
+    subject = make_subject(find_code(f"{__name__}:{recipe.__name__}"), settings)
+    job = make_job(subject, model_path=tmp_path / "model.pt", logs=tmp_path)
+    run(Environment(ALONE, 0, 0, "", threads=1), Link(), (job, "test", 0, 1))
+    assert np.load(tmp_path / "predictions-0.npy").tolist() == expected
