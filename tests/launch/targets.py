@@ -167,7 +167,8 @@ def say_pids_and_wait(environment: Environment, link: Link, argument: Any) -> No
 
 def train_on_two_hosts(environment: Environment, link: Link, job: Job) -> TrainingResult:
     """Trains where only rank 0 sees its disk."""
-    return worker.run(environment, link, replace(job, checkpoint_path="") if environment.rank else job)
+    elsewhere = replace(job, model_path="", checkpoint_path="", logs="")
+    return worker.run(environment, link, elsewhere if environment.rank else job)
 
 
 def break_gradient_of_rank_one(environment: Environment, link: Link, job: Job) -> None:

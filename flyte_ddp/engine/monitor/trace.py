@@ -33,7 +33,8 @@ class Trace:
 
         Args:
             every: trace the first step, and each step whose number is a multiple of this.
-            logs: the folder of the file. What an earlier training has left in it is replaced unless is_resumed.
+            logs: the folder of the file, which rank 0 alone needs. What an earlier training has left in it is replaced
+                unless is_resumed.
             rank: this rank. Rank 0 writes the file.
             device: the device of this rank.
             is_resumed: whether the training goes on from a checkpoint.
@@ -172,11 +173,9 @@ class Trace:
 
 
 def make_trace(environment: Environment, device: torch.device, job: Job, is_resumed: bool) -> Trace | None:
-    """Return the trace that a training's options ask for; None if they ask for none, or the training has no logs."""
+    """Return the trace that a training's options ask for, on all ranks alike; None if they ask for none."""
     every = job.options.trace_every
-    if not every or not job.logs:
-        return None
-    return Trace(every, job.logs, environment.rank, device, is_resumed)
+    return Trace(every, job.logs, environment.rank, device, is_resumed) if every else None
 
 
 def _parameters(networks: Mapping[str, nn.Module]) -> list[Iterable[tuple[str, nn.Parameter]]]:

@@ -14,7 +14,7 @@ from flyte_ddp.watch.traces import compare_traces, read_trace
 from tests.engine import trace_recipes
 from tests.engine.test_own_loop import LOOPS, SMALL
 from tests.engine.test_own_loop_by_parts import BY_PARTS, EXACT
-from tests.small_training import Unplugged, unplug_at
+from tests.small_training import TWO_HOSTS, Unplugged, unplug_at
 
 RECIPES = trace_recipes.__name__
 SHORT = {"batch_size": 48, "virtual_ranks": 3, "seed": 5}  # seven steps
@@ -33,7 +33,7 @@ def usual(whole):
 def test_traces_have_the_same_bytes_on_any_number_of_ranks_and_change_no_bit(whole, train, usual):
     without = whole(1, recipe=f"{RECIPES}:Usual", name="without", **SHORT)
     assert not (without.folder / FILE).exists()
-    three = train(3, recipe=f"{RECIPES}:Usual", trace_every=1, audit_every=2, **SHORT)
+    three = train(3, recipe=f"{RECIPES}:Usual", trace_every=1, audit_every=2, target=TWO_HOSTS, **SHORT)
     assert three.result.digest == usual.result.digest == without.result.digest
     assert (three.folder / FILE).read_bytes() == (usual.folder / FILE).read_bytes()
     lines = [json.loads(line) for line in (usual.folder / FILE).read_text().split("\n\n")]
