@@ -179,7 +179,7 @@ def train_with_another_rate(environment, link, job):
 
 
 def train_with_other_options(environment, link, job):
-    options = replace(job.options, audit_every=environment.rank)
+    options = replace(job.options, keep_best=environment.rank)
     return worker.run(environment, link, replace(job, options=options))
 
 
@@ -202,8 +202,8 @@ def test_ranks_of_two_trainings_are_refused_and_another_torch_is_named(train):
         InputError, match=r"learning_rate must be the same on all ranks, .* rank 0 and 0.5 on rank 1 on"
     ):
         train(2, target=f"{__name__}:train_with_another_rate", epochs=1)
-    with pytest.raises(InputError, match=r"audit_every must be the same on all ranks, got 0 on rank 0 and 1 on rank 1"):
-        train(2, target=f"{__name__}:train_with_other_options", epochs=1, virtual_ranks=2)
+    with pytest.raises(InputError, match=r"keep_best must be the same on all ranks, got 0 on rank 0 and 1 on rank 1"):
+        train(2, target=f"{__name__}:train_with_other_options", epochs=1, validation_fraction=0.1)
     with pytest.raises(InputError, match=r"code must be the same .* 'code of 0' on rank 0 and 'code of 1' on"):
         train(2, target=f"{__name__}:train_with_other_code", epochs=1)
     warnings = train(2, target=f"{__name__}:train_with_another_torch", epochs=1).result.warnings

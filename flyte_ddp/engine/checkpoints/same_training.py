@@ -12,15 +12,15 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 
 # Options that decide which collectives ranks call
-OPTIONS = ("sharding", "compile", "audit_every", "trace_every", "odd_hosts")
+OPTIONS = ("sharding", "compile", "audit_every", "trace_every", "odd_hosts", "keep_best", "keep_checkpoint")
 
 
 def check_same_training(environment: Environment, job: Job) -> None:
     """Check that all ranks have rank 0's settings, code, data, initial weights and some options; a collective.
 
-    The options are sharding, compile, audit_every, trace_every and odd_hosts. With another learning rate, say, a rank
-    would silently train something else. On a rank with another version of torch, the code is not compared, because the
-    code's version contains that of torch; the user gets a warning elsewhere.
+    The options are those in OPTIONS. With another learning rate, say, a rank would silently train something else. On a
+    rank with another version of torch, the code is not compared, because the code's version contains that of torch; the
+    user gets a warning elsewhere.
 
     Raises:
         InputError: A rank differs from rank 0. All ranks raise it. The message names the first such rank and its host.
