@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,8 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
     Use this as a context manager. Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard
     with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators. If the block has fewer than
-    10 steps, the results are of what was recorded by its end. With fewer than 5 steps there is no operators.json.
+    10 steps, the results are of what was recorded by its end. With fewer than 5 steps there is no operators.json. Files
+    that cannot be written are missing, which is printed to standard error.
 
     Args:
         folder: the folder, which is created. With "" nothing is profiled.
@@ -38,11 +40,14 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
     path.mkdir(parents=True, exist_ok=True)
 
     def write(profiler: Any) -> None:
-        profiler.export_chrome_trace(str(path / f"rank{rank}.pt.trace.json"))
         steps = profiler.step_num - WAIT - WARMUP  # fewer than ACTIVE if the block has ended before
-        if rank == 0 and steps:
-            content = {"steps": steps, "operators": operators(profiler)}
-            write_whole(path / "operators.json", json.dumps(content).encode())
+        try:
+            profiler.export_chrome_trace(str(path / f"rank{rank}.pt.trace.json"))
+            if rank == 0 and steps:
+                content = {"steps": steps, "operators": operators(profiler)}
+                write_whole(path / "operators.json", json.dumps(content).encode())
+        except OSError as error:  # a disk that is full must neither end the training nor hide how the block has ended
+            print(f"{path} lacks the profile of rank {rank}: {error}", file=sys.stderr, flush=True)
 
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)
     kinds = torch.profiler.ProfilerActivity
