@@ -65,12 +65,14 @@ class Report(Observer):
 
     def _write(self, live: bool) -> None:
         started = time.monotonic()
-        record = self._record.so_far()  # the parent's main thread keeps the record
-        body = fragment(record)
-        write_whole(self._path, document(record.title, body, live).encode())
-        self._publish(body)
-        self._last_page = now = time.monotonic()
-        self._next_page = now + (now - started) * (1 / PAGES_FRACTION - 1)
+        try:
+            record = self._record.so_far()  # the parent's main thread keeps the record
+            body = fragment(record)
+            write_whole(self._path, document(record.title, body, live).encode())
+            self._publish(body)
+        finally:  # where a page can't be written or shown, the next one is not for each step, either
+            self._last_page = now = time.monotonic()
+            self._next_page = now + (now - started) * (1 / PAGES_FRACTION - 1)
 
 
 def fragment(record: Record) -> str:

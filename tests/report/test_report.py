@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from contextlib import suppress
 from html.parser import HTMLParser
 from typing import Any
 
@@ -24,7 +25,7 @@ from flyte_ddp.report.figures import Curves, draw, scatter, thin_out
 from flyte_ddp.report.plot import make_axis
 from flyte_ddp.report.predictions import load_predictions
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
-from flyte_ddp.report.report import Report, fragment
+from flyte_ddp.report.report import PAGE_SECONDS, Report, fragment
 from flyte_ddp.report.surroundings import surroundings
 from tests.report.conftest import HOSTILE, HOSTILE_CLASS, page_of
 
@@ -114,6 +115,23 @@ def test_live_pages_follow_the_run(recorded, tmp_path):
     assert "Finished" in seen[-1][1]
     assert "<html" not in published[-1], "a Deck has a frame of its own"
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_page_that_cannot_be_shown_is_not_made_for_each_step(recorded, tmp_path):
+    tries: list[str] = []
+    record = Record(recorded.info)
+
+    def publish(body):
+        tries.append(body)
+        raise OSError("the storage is away")
+
+    report = Report(record, tmp_path / "report.html", publish)
+    report._last_page = -PAGE_SECONDS  # as if it were long ago, however short this machine has run
+    for event in (recorded.events[0], *recorded.of(StepLogged), *recorded.of(StepLogged)):
+        record(event)
+        with suppress(OSError):
+            report(event)
+    assert len(tries) == 1
 
 
 def test_a_live_page_shows_a_warning_at_once(recorded, tmp_path):
