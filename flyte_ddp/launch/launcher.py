@@ -21,7 +21,7 @@ from typing import Any
 import flyte_ddp
 from flyte_ddp.events import Event, StartUp
 from flyte_ddp.launch.environment import Environment, World, available_cores, default_variable, threads_per_rank
-from flyte_ddp.launch.failures import LOSSES, PreemptedError, RankError, from_exit_code, name_the_cause
+from flyte_ddp.launch.failures import LOSSES, Failure, PreemptedError, RankError, from_exit_code, name_the_cause
 from flyte_ddp.launch.grace import Grace
 from flyte_ddp.launch.hangs import ANSWER_SECONDS, Answer, report_hang
 from flyte_ddp.launch.launch_compat import leave_behind
@@ -29,6 +29,7 @@ from flyte_ddp.launch.phases import STARTING, WRITING, Timeouts
 from flyte_ddp.launch.rank import serve
 from flyte_ddp.launch.signals import STOP_SIGNALS, on_signals, stop_requests
 from flyte_ddp.settings import RunOptions
+from flyte_ddp.text import listed
 
 # forkserver: one process imports torch; every rank is forked from it in a few milliseconds and shares its memory.
 # macOS's own libraries don't survive a fork, so there each rank starts from scratch.
@@ -290,7 +291,7 @@ def _supervise(
             give_up_at = give_up_at or now + GRACE_SECONDS
             has_ended = all(rank.outcome in ("done", "failed") for rank in ranks)
             if now >= give_up_at or has_ended or not all(failure.is_effect for failure in failures):
-                error = name_the_cause(failures)
+                error = name_the_cause(_with_ended(failures, ranks))
                 is_loss = isinstance(error, RankError) and error.failure.kind in LOSSES
                 if is_loss and signals and signal.SIGINT not in signals:  # the node goes down
                     until = now + grace.seconds_of_upload()
@@ -307,6 +308,13 @@ def _supervise(
         exceeded = [rank.silent_seconds > timeouts.seconds(rank.phase) for rank in ranks if not rank.outcome]
         if timeouts.are_hung(exceeded):
             raise _error_of_hang(ranks, timeouts, note)
+
+
+def _with_ended(failures: Sequence[Failure], ranks: Sequence[_Rank]) -> list[Failure]:
+    """Return the failures; a hang or a lost peer with the ranks in its message whose work had ended by then, if any."""
+    ended = listed([str(rank.rank) for rank in ranks if rank.outcome == "done"])
+    said = f"rank {ended} had ended its work before: " if ended else ""
+    return [replace(one, message=said + one.message) if one.kind in ("hang", "peer") else one for one in failures]
 
 
 def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: float) -> BaseException:
@@ -364,7 +372,8 @@ def _error_of_hang(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[E
         if sizes == before and all(sizes) and all(rank.answer != Answer() for rank in running):
             break
     answers = {rank.rank: replace(rank.answer, phase=rank.phase, stack=rank.stacks.read_text()) for rank in running}
-    return name_the_cause([report_hang(answers, {rank.rank: rank.host for rank in running}, timeouts)])
+    hang = report_hang(answers, {rank.rank: rank.host for rank in running}, timeouts)
+    return name_the_cause(_with_ended([hang], ranks))
 
 
 def _suspend(ranks: list[_Rank]) -> None:

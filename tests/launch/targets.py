@@ -72,6 +72,12 @@ def fail_on_rank_one(environment: Environment, link: Link, argument: Any) -> Non
         distributed.barrier()
 
 
+def return_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
+    with process_group(environment, 60):
+        if environment.rank != 1:
+            distributed.barrier()
+
+
 def die_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:
     with process_group(environment, 60):
         if environment.rank == 1:

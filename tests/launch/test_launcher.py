@@ -157,6 +157,11 @@ def test_a_killed_rank_is_named_with_its_signal_and_worth_a_retry():
         launch("die_on_rank_one", 3)
 
 
+def test_a_rank_that_has_ended_before_the_others_is_named():
+    with pytest.raises(RankError, match=r"^rank 0 on \S+: \w+: rank 1 had ended its work before: .*gloo"):
+        launch("return_on_rank_one", 2)
+
+
 def test_lines_that_children_log_do_not_break_into_those_of_their_rank():
     words, events = "x" * 20_000, list[Any]()  # longer than what is sent at once
     launch("log_in_children", size=1, argument=words, on_event=events.append)
