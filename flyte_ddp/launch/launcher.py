@@ -6,6 +6,7 @@ Standard library only: the parent of a training run never imports torch, which t
 import math
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -167,6 +168,7 @@ class _Rank:
         context: Any = multiprocessing.get_context(START_METHOD)
         self.rank, self.host = environment.rank, environment.host
         self.line, child_line = context.Pipe()
+        self._pieces: list[bytes] = []  # of a message whose end has not come
         self.process = context.Process(
             target=serve, args=(child_line, environment, target, argument, private, dict(os.environ)), daemon=True
         )
@@ -201,12 +203,17 @@ class _Rank:
         until = time.monotonic() + POLL_SECONDS  # it may send faster than observers handle it, without end
         while not self.outcome and self.line.poll() and (ended or time.monotonic() < until):
             try:
-                kind, content = self.line.recv()
+                piece = self.line.recv_bytes()
             except (EOFError, OSError):
                 self.process.join(END_SECONDS)
                 ended = True
                 break
             self.silent_seconds = 0.0
+            self._pieces.append(piece[1:])
+            if not piece[0]:  # it is not the last one
+                continue
+            kind, content = pickle.loads(b"".join(self._pieces))
+            self._pieces.clear()
             if kind == "event":
                 on_event(content)
             elif kind == "heartbeat":

@@ -19,6 +19,9 @@ from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.phases import STARTING, STEPPING
 
 ALIVE_SECONDS = 1.0  # time between two heartbeats, each of which costs a system call
+# Linux puts so few bytes into a pipe whole or not at all. So the parent, which reads piece by piece, never waits for
+# the rest of one, though the rank may be stopped while it sends.
+PIECE_BYTES = 16_000
 
 
 class Link:
@@ -100,7 +103,10 @@ class ParentLink(Link):
         """Send the waiting messages, oldest first. Only the holder of the lock calls it."""
         try:
             while self._waiting:
-                self._connection.send_bytes(self._waiting.popleft())
+                message = self._waiting.popleft()
+                for end in range(PIECE_BYTES, len(message) + PIECE_BYTES, PIECE_BYTES):
+                    is_last = end >= len(message)
+                    self._connection.send_bytes(bytes([is_last]) + message[end - PIECE_BYTES : end])
         except OSError:  # the parent is gone; listen() notices that, too, and ends this rank
             threading.Event().wait()
 

@@ -1,5 +1,6 @@
 """What tests have ranks do: each function is a worker's."""
 
+import fcntl
 import gc
 import itertools
 import logging
@@ -9,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import threading
 from dataclasses import replace
 from typing import Any, cast
@@ -20,7 +22,7 @@ from flyte_ddp.engine import sums, worker
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.readback import Readback
 from flyte_ddp.errors import StopRequested
-from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, RunStarted, StepLogged
+from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Printed, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.launch.phases import STEPPING, WRITING
@@ -106,6 +108,20 @@ def die_while_sending(environment: Environment, link: Link, fifo: str) -> None:
         os._exit(0)
     os.write(cast(Any, link)._connection.fileno(), struct.pack("!i", 1000) + b"of which these")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_while_sending(environment: Environment, link: Link, argument: Any) -> None:
+    """Stops this process while the pipe has a part of a message; the parent, told of the process, does not read."""
+    pipe = cast(Any, link)._connection.fileno()
+
+    def stop() -> None:
+        while struct.unpack("i", fcntl.ioctl(pipe, termios.TIOCOUTQ, bytes(4)))[0] < 50_000:
+            threading.Event().wait(0.01)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    threading.Thread(target=stop, daemon=True).start()
+    for text in (str(os.getpid()), "x" * 2_000_000):
+        link.emit(Printed(0, text))
 
 
 def hang_on_rank_one(environment: Environment, link: Link, argument: Any) -> None:

@@ -215,6 +215,17 @@ def test_a_rank_that_ends_as_a_hang_is_found_is_no_error_of_its_own(tmp_path, mo
     assert "Hang: still starting" in str(failure)
 
 
+def test_a_rank_that_is_stopped_while_it_sends_is_found_to_hang(monkeypatch):
+    monkeypatch.setattr(launcher, "ANSWER_SECONDS", 0.1)
+
+    def wait(event):
+        while Path(f"/proc/{event.text}/stat").read_text().split()[2] != "T":
+            threading.Event().wait(0.01)
+
+    with pytest.raises(RankError, match=r"^rank 0 on \S+: Hang: "):
+        launch("stop_while_sending", 1, timeout_seconds=0.3, on_event=wait)
+
+
 def test_a_start_and_writing_may_take_longer_than_a_step():
     assert launch("take_time", argument=3, timeout_seconds=Timeouts(1.5, start=60, write=60)) == ["done"] * 2
 
