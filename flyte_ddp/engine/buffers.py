@@ -12,33 +12,36 @@ from flyte_ddp.errors import InputError
 class Buffers:
     """The buffers of a network by name, even those that a forward pass replaces: `self.mean = 0.9 * self.mean`."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, moving: Iterable[str] = ()):
+        """Find the buffers.
+
+        Args:
+            model: the network.
+            moving: the names of frozen weights that forward passes change, too. They are copied and broadcast with the
+                buffers.
+        """
         names = [name for name, _ in model.named_buffers()]
         owners = [model.get_submodule(name.rpartition(".")[0]) for name in names]  # once: it takes a while
         self._places = [(name, owner, name.rpartition(".")[2]) for name, owner in zip(names, owners, strict=True)]
         self._first = {name: (buffer, buffer.shape) for name, buffer in self.now().items()}
         self._saved = {*model.state_dict()}
+        self._moving = [model.get_parameter(name) for name in moving]
 
     def now(self) -> dict[str, Tensor]:
         found = ((name, getattr(owner, own_name)) for name, owner, own_name in self._places)
         return {name: buffer for name, buffer in found if buffer is not None}
 
-    def copy(self, moving: Iterable[Tensor] = ()) -> "BufferCopy":
-        """Return a copy of the buffers as they are now, whose put_back() restores them in the network.
+    def copy(self) -> "BufferCopy":
+        """Return a copy of the buffers as they are now, whose put_back() restores them in the network."""
+        return BufferCopy(self._places, self.now(), self._moving)
 
-        Args:
-            moving: frozen weights that forward passes change, too, and that are copied with the buffers.
-        """
-        return BufferCopy(self._places, self.now(), moving)
-
-    def broadcast(self, moving: Iterable[Tensor] = (), may_change_shape: bool = False) -> None:
+    def broadcast(self, may_change_shape: bool = False) -> None:
         """Overwrite the buffers of all ranks with rank 0's; a collective.
 
         A buffer that is in no state_dict and has another shape than at first is a cache, which may have grown on one
         rank alone. It stays as it is, and a tensor of the first shape is sent in its place.
 
         Args:
-            moving: frozen weights that forward passes change, too, and that are overwritten with the buffers.
             may_change_shape: whether a buffer of the state_dict may have another shape than at first, on all ranks
                 alike, as those of torch's quantization get it from the first batch.
 
@@ -58,7 +61,7 @@ class Buffers:
                     "will have"
                 )
             now[name] = first if first.shape == first_shape else first.new_zeros(first_shape)
-        collectives.broadcast_in_place((*now.values(), *moving))
+        collectives.broadcast_in_place((*now.values(), *self._moving))
 
 
 class BufferCopy:

@@ -116,7 +116,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
-    before = state.copy_evaluated_buffers()
+    before = state.evaluated_buffers.copy()
     poll = StopPoll(state.device)
     rows: list[Tensor] = []
     # With virtual ranks each part has its own, to be added up in their order, whichever rank has computed it
@@ -137,7 +137,7 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     if poll.is_agreed:
         before.put_back()
         raise StopRequested(state.progress.epoch, state.progress.step, is_evaluating=True)
-    state.share_evaluated_buffers()  # a forward pass may change them in evaluation mode, too
+    state.evaluated_buffers.broadcast()  # a forward pass may change them in evaluation mode, too
     distributed.all_reduce(by_part)
     *pairs, loss, weight = by_part.sum(0).tolist()
     totals = dict(zip(state.names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))

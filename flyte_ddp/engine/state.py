@@ -52,7 +52,12 @@ MOST_NORMS = 10  # that a log line has, unless all gradients are logged
 
 
 class TrainingState:
-    """The state that a checkpoint holds and a resume restores, and the step that changes it."""
+    """The state that a checkpoint holds and a resume restores, and the step that changes it.
+
+    Attributes:
+        buffers: the buffers of the network.
+        evaluated_buffers: those of the network that is evaluated, which may be the average.
+    """
 
     def __init__(
         self,
@@ -100,10 +105,8 @@ class TrainingState:
         self.log_gradients = log_gradients
         self.world_size = train.world_size
         self.micro_batch = recipe.micro_batch
-        self._buffers = Buffers(model)
-        self._moving = [model.get_parameter(name) for name in moving]
-        self._buffers_of_average = Buffers(average.model) if average else None
-        self._moving_of_average = [average.model.get_parameter(name) for name in moving] if average else []
+        self.buffers = Buffers(model, moving)
+        self.evaluated_buffers = Buffers(average.model, moving) if average else self.buffers
         virtual_ranks: int = recipe.settings.virtual_ranks
         self.precision = "bfloat16" if autocast else "float32"
         step = Step(self.model, recipe, self.names, self.world_size, autocast)
@@ -160,23 +163,6 @@ class TrainingState:
         """The network that is evaluated and returned: the average if there is one."""
         return self.average.model if self.average else self.model
 
-    def copy_buffers(self) -> BufferCopy:
-        """Return a copy of what forward passes change, such as buffers. Its put_back() restores them in the network."""
-        return self._buffers.copy(self._moving)
-
-    def share_evaluated_buffers(self) -> None:
-        """Overwrite the buffers of the network that is evaluated by rank 0's; a collective."""
-        if self._buffers_of_average:
-            self._buffers_of_average.broadcast(self._moving_of_average)
-        else:
-            self._buffers.broadcast(self._moving)
-
-    def copy_evaluated_buffers(self) -> BufferCopy:
-        """Return such a copy for the network that is evaluated, which may be the average."""
-        if self._buffers_of_average:
-            return self._buffers_of_average.copy(self._moving_of_average)
-        return self.copy_buffers()
-
     def train_step(self, shares: Sequence[Batch], stop: bool, save: bool = False) -> None:
         """Take one optimizer step with a global batch, and add its measures and requests to the progress; a collective.
 
@@ -200,7 +186,7 @@ class TrainingState:
         if self._base_sums is None:
             self._base_sums = self._sum_base()
         self.parallel.zero_grad()  # here rather than at the end, so that gradients can be inspected until the next step
-        before = self.copy_buffers() if isinstance(self.parallel, ExactStep) else None
+        before = self.buffers.copy() if isinstance(self.parallel, ExactStep) else None
         if before and self.gathers_by_part:
             self._gathered = self._gather(shares, before)
         backward = partial(self._backward, (stop, save), before)
@@ -220,7 +206,7 @@ class TrainingState:
         # either all ranks step or none, without another exchange. The host does not wait for the device, either: a
         # guarded optimizer (_is_guarded) reads the flag there
         measured = totals.measured
-        self._buffers.broadcast(self._moving)
+        self.buffers.broadcast()
         seed_all(derive_key(Use.OWN_STEP, shares[0].seed, 1))  # an optimizer may draw, alike on all ranks
         scale = measured[self._trained + 1].reciprocal().nan_to_num_(posinf=0.0)  # 0 if the weights add up to 0
         self._norms = totals.norms * scale
@@ -289,7 +275,7 @@ class TrainingState:
             for number, part in enumerate(parts, 1):
                 is_last = share is shares[-1] and number == len(parts)
                 # Batch norm's variance of a single value is NaN
-                before_part = self.copy_buffers() if part.share.count == 1 else None
+                before_part = self.buffers.copy() if part.share.count == 1 else None
                 if self.trace and not part.share.borrowed:
                     self.trace.begin_part(share.share.part, part.tree)
                 with any_batch_size(), nullcontext() if is_last else self.parallel.no_sync():
@@ -302,7 +288,7 @@ class TrainingState:
                     clock.lap(StepPart.WAITING if self.world_size > 1 else StepPart.COMPUTING)
                 if before_part:
                     before_part.replace_not_finite()
-            after = after or (self.copy_buffers() if before else None)
+            after = after or (self.buffers.copy() if before else None)
             self.parallel.finish_part(share is shares[-1])
         if after:
             after.put_back()

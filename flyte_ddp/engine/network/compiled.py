@@ -89,7 +89,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
             "options.compile must be false where batch norm sees a part of one sample, which torch can't compile, got "
             "true: leave it out, or choose batch_size so that the parts of an epoch's last batch have two or more"
         )
-    before = state.copy_buffers()
+    before = state.buffers.copy()
     with ExitStack() as hooks:
         for network in {state.model, state.evaluated}:
             for layer in _layers(state.recipe, network):

@@ -114,7 +114,7 @@ def _fits(state: TrainingState, part: Batch) -> bool:
         part: the samples.
     """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
-    before = state.copy_buffers()
+    before = state.buffers.copy()
     try:
         # A first step allocates the optimizer's state: for Adam twice the weights, and seldom more
         reserved = [] if state.optimizer.state else [torch.empty_like(weight) for weight in [*weights, *weights]]
