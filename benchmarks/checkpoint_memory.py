@@ -86,13 +86,14 @@ def save(environment: Environment, link: Link, job: Job) -> tuple[float, ...]:
     with process_group(environment, job.options) as device:
         parts = set_up(environment, device, job, BlockCache(environment))
         parts.state.train_step(next(parts.train.steps(0)), False)
-        checkpoints = make_checkpoints(parts.state, environment, link.emit, job)
+        progress = parts.state.progress
+        progress.checkpoints = make_checkpoints(parts.state, environment, link.emit, job)
         for _ in range(3):
             with Peak() as peak:
                 started = time.perf_counter()
-                checkpoints.save(parts.state)
+                progress.save(parts.state)
                 stood = time.perf_counter() - started
-                checkpoints.close()
+                progress.close()
         return peak.bytes / MEGABYTE, stood, time.perf_counter() - started
 
 

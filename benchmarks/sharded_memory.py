@@ -77,11 +77,12 @@ def measure(environment: Environment, link: Link, job: Job) -> tuple[Any, ...]:
             began = time.perf_counter()
             parts.state.train_step(shares, False)
             seconds.append(time.perf_counter() - began)
-        checkpoints = make_checkpoints(parts.state, environment, link.emit, job)
+        progress = parts.state.progress
+        progress.checkpoints = make_checkpoints(parts.state, environment, link.emit, job)
         with Peak() as in_checkpoint:
             kept = resident()
-            checkpoints.save(parts.state)
-            checkpoints.close()
+            progress.save(parts.state)
+            progress.close()
         recipe = load_recipe(job, device)
         with Peak() as in_build:
             model, left_out, _ = first_model(recipe, job)

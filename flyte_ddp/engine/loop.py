@@ -107,12 +107,11 @@ def train_until(state: TrainingState, train: TrainBatches, end: int, log_interva
             time.
     """
     progress = state.progress
-    assert progress.checkpoints
     state.parallel.train()
     progress.go_on()
     while progress.step < end:  # more than once if a step has to be taken again
         for shares in collect_garbage_between(progress.clock.timed(train.steps(progress.epoch, progress.step, end))):
-            state.train_step(shares, link.stop_requested, progress.checkpoints.due())
+            state.train_step(shares, *progress.requests())
             is_last = progress.step == end
             asked = progress.end_step(state, is_last or progress.step % log_interval == 0)
             if asked.bad_step is not None:

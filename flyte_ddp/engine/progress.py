@@ -65,7 +65,7 @@ class Progress:
         ran_on: see describe_machine.
         monitor: the losses and warnings.
         clock: where a rank's time goes.
-        checkpoints: what writes checkpoints; None before there is such a thing.
+        checkpoints: what writes checkpoints; None before the first step, and on a rank that writes none.
         places: of each rank; empty before the start.
         started: what was told at the start; None before it.
         owes_checkpoint: whether a checkpoint was asked for that has to wait.
@@ -172,6 +172,10 @@ class Progress:
         none = Sums((0.0,) * 2 * len(self.names), self.step, self.step, stop=False, saves=0, seconds=0.0)
         self.last = self._told = none
 
+    def requests(self) -> tuple[bool, bool]:
+        """Return whether this rank is asked to stop, and whether it asks for a checkpoint."""
+        return self._link.stop_requested, self.checkpoints is not None and self.checkpoints.due()
+
     def add_up(self, pairs: Tensor) -> None:
         """Sum a step's measures and requests over all ranks, and add the result to the sums of all steps; a collective.
 
@@ -182,9 +186,8 @@ class Progress:
         Args:
             pairs: (2 * measures,) float64, this rank's value and weight of each measure, alternating.
         """
-        assert self.checkpoints
-        requests = float(self._link.stop_requested), float(self.checkpoints.due())
-        totals = torch.cat([pairs, constants(requests, self._device).to(pairs.dtype)])
+        requests = constants(tuple(map(float, self.requests())), self._device)
+        totals = torch.cat([pairs, requests.to(pairs.dtype)])
         distributed.all_reduce(totals)
         self.clock.lap(StepPart.WAITING)
         measured, asked = totals.split([len(pairs), 2])
@@ -400,10 +403,10 @@ class Progress:
 
     def save(self, training: Resumable, is_last: bool = False) -> None:
         """Write a checkpoint; a collective. is_last: whether training ends with it."""
-        assert self.checkpoints
         self.owes_checkpoint = False
         self._link.heartbeat(WRITING)
-        self.checkpoints.save(training, is_last)
+        if self.checkpoints:
+            self.checkpoints.save(training, is_last)
 
     def close(self) -> None:
         """Wait until the last checkpoint is written."""

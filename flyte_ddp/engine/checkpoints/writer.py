@@ -16,7 +16,7 @@ from torch import Tensor
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, finish_draft, write_checkpoint, write_draft
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder, StorageDestination
 from flyte_ddp.engine.collectives import broadcast_value
-from flyte_ddp.engine.contracts import Checkpoints, Resumable
+from flyte_ddp.engine.contracts import Resumable
 from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.sharding.sharding import is_sharded
 from flyte_ddp.engine.state import TrainingState
@@ -34,11 +34,11 @@ Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
 
 def make_checkpoints(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
-) -> Checkpoints:
+) -> "CheckpointWriter | None":
     """Return the object that writes this rank's checkpoints; a collective if the network is sharded.
 
-    Without sharding, rank 0 writes a single file, and the object of another rank writes nothing. With sharding, each
-    rank writes its own rows. Only one of several ranks with the same rows writes them.
+    Without sharding, rank 0 writes a single file, and other ranks have no writer. With sharding, each rank writes its
+    own rows. Only one of several ranks with the same rows writes them.
 
     Args:
         state: the state of the training; only its network is looked at.
@@ -57,13 +57,15 @@ def make_checkpoints(
     return kind(ShardWriter(destination, environment).begin, job, every, emit)
 
 
-def make_whole_checkpoints(environment: Environment, emit: Callable[[Event], None], job: Job) -> Checkpoints:
-    """Return the writer of this rank's checkpoints, for a training that is not sharded.
+def make_whole_checkpoints(
+    environment: Environment, emit: Callable[[Event], None], job: Job
+) -> "CheckpointWriter | None":
+    """Return rank 0's writer of checkpoints, for a training that is not sharded; None on the other ranks.
 
-    On rank 0 it writes a single file, and emits whether it was written. On the other ranks it writes nothing.
+    It writes a single file, and emits whether it was written.
     """
     if environment.rank:
-        return NoCheckpoints()
+        return None
     return CheckpointWriter(
         partial(begin_file, Path(job.checkpoint_path), {}), job, job.options.checkpoint_seconds, emit
     )
@@ -193,16 +195,3 @@ class StoredCheckpointWriter(CheckpointWriter):
 
     def _is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
-
-
-class NoCheckpoints:
-    """A writer that writes nothing, for ranks other than rank 0, which has the same state."""
-
-    def due(self) -> bool:
-        return False
-
-    def save(self, state: Resumable, is_last: bool = False) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
