@@ -244,34 +244,15 @@ class Audit:
             part: the number of the part.
             owner: the rank whose shares have the part.
         """
-        outlines: list[Any] = [None]
-        own = next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None)
-        if own:
-            leaves = pytree.tree_leaves(own.tree)
-            outline = pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), own.tree)
-            outlines = [(replace(own, tree=outline), [str(getattr(leaf, "device", "")) for leaf in leaves])]
-        distributed.broadcast_object_list(outlines, owner)
-        batch, devices = outlines[0]
-        leaves, structure = pytree.tree_flatten((own or batch).tree)
-        sent = [
-            self._send_tensor(leaf, device, owner) if isinstance(leaf, Tensor) else leaf
-            for leaf, device in zip(leaves, devices, strict=True)
-        ]
-        return replace(batch, tree=pytree.tree_unflatten(sent, structure))
-
-    def _send_tensor(self, leaf: Tensor, device: str, owner: int) -> Tensor:
-        """Broadcast a tensor from its owner to all ranks, and return it; a collective.
-
-        Args:
-            leaf: the tensor on the owner; on other ranks, a meta tensor of the same shape and strides.
-            device: the device that the owner has the tensor on. If it is "cpu", the result is on the CPU, otherwise on
-                this rank's device.
-            owner: the rank that has the tensor.
-        """
-        sent = torch.empty_like(leaf, device=self._device) if leaf.is_meta else leaf.to(self._device)
-        in_memory = sent.as_strided((sent.numel(),), (1,))  # a copy is dense
-        distributed.broadcast(in_memory.view(torch.uint8), owner)
-        return sent.to("cpu") if device == "cpu" else sent
+        sent: list[Any] = [None]
+        if own := next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None):
+            is_moved = [isinstance(leaf, Tensor) and not leaf.is_cpu for leaf in pytree.tree_leaves(own.tree)]
+            sent = [(replace(own, tree=pytree.tree_map_only(Tensor, Tensor.cpu, own.tree)), is_moved)]
+        distributed.broadcast_object_list(sent, owner)
+        batch, is_moved = sent[0]
+        leaves, structure = pytree.tree_flatten(batch.tree)
+        moved = [leaf.to(self._device) if moves else leaf for leaf, moves in zip(leaves, is_moved, strict=True)]
+        return replace(batch, tree=pytree.tree_unflatten(moved, structure))
 
     def _collect_digests(self, compute: Callable[[], Tensor], ranks: Collection[int]) -> dict[int, int]:
         """Compute the digest of a part's gradients on these ranks, and return them by rank; a collective of all."""
