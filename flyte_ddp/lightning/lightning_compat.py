@@ -41,6 +41,17 @@ def settle_strategy_buckets(strategy: Strategy) -> None:
     strategy._setup_model = replicated  # type: ignore[method-assign]
 
 
+def _call_before(owner: Any, method: str, call: Callable[[], None]) -> None:
+    """Replace a method of an object by one that calls `call`, and then does the same as before."""
+    replaced = getattr(owner, method)
+
+    def called(*arguments: Any) -> Any:
+        call()
+        return replaced(*arguments)
+
+    setattr(owner, method, called)
+
+
 def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
     """Make the trainer call `call` before each training step, after all hooks of the step before.
 
@@ -48,13 +59,7 @@ def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
     Lightning's own check for SIGTERM, because that check makes the host wait for the device in each step.
     """
     loop = trainer.fit_loop.epoch_loop
-    advance = loop.advance
-
-    def advanced(data_fetcher: Any) -> None:
-        call()
-        advance(data_fetcher)
-
-    loop.advance = advanced  # type: ignore[method-assign]
+    _call_before(loop, "advance", call)
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
@@ -68,14 +73,7 @@ def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
         trainer: the trainer; the run method of its validation loop is replaced.
         call: the function. What it raises ends the training.
     """
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    run = loop.run
-
-    def ran() -> Any:
-        call()
-        return run()
-
-    loop.run = ran  # type: ignore[method-assign]
+    _call_before(trainer.fit_loop.epoch_loop.val_loop, "run", call)
 
 
 def begin_with_validation(checkpoint: dict[str, Any]) -> None:
@@ -126,14 +124,7 @@ def begin_to_read_again(trainer: Trainer) -> None:
 
 def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
     """Make the trainer call `call` at the start of each training epoch, before the hooks of callbacks."""
-    loop = trainer.fit_loop
-    start = loop.on_advance_start
-
-    def started() -> None:
-        call()
-        start()
-
-    loop.on_advance_start = started  # type: ignore[method-assign]
+    _call_before(trainer.fit_loop, "on_advance_start", call)
 
 
 def call_hooks_without_epochs(trainer: Trainer) -> None:
