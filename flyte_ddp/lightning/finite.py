@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 
+from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.sharding.sharding import local
 from flyte_ddp.errors import NonFiniteError
 
@@ -25,7 +25,6 @@ def find_not_finite(measures: Mapping[str, float]) -> NotFinite:
 
 
 def check_finite(
-    trainer: Trainer,
     module: LightningModule,
     trained: Mapping[str, float],
     validation: Mapping[str, float],
@@ -38,7 +37,6 @@ def check_finite(
     may be NaN. Losses are named "loss", or for instance "loss/dataloader_idx_0".
 
     Args:
-        trainer: the trainer.
         module: the module, whose trained weights are checked.
         trained: the measures that training steps have logged last, by name.
         validation: the measures of the last validation, by name; empty to check training alone.
@@ -48,10 +46,8 @@ def check_finite(
     weights = [local(weight.detach()) for weight in module.parameters() if weight.requires_grad]
     is_bad = not all(bool(weight.isfinite().all()) for weight in weights)
     own_flags = [is_bad, *(bool(find_not_finite(measures).losses) for measures in (trained, validation))]
-    flags = torch.zeros(trainer.world_size, len(own_flags), dtype=torch.float64, device=trainer.strategy.root_device)
-    flags[trainer.global_rank] = torch.tensor(own_flags, dtype=torch.float64)
-    total: torch.Tensor = trainer.strategy.reduce(flags, reduce_op="sum")
-    weight, loss, evaluation = ([rank for rank, flag in enumerate(column) if flag] for column in total.T.tolist())
+    flags = zip(*gather_values(own_flags), strict=True)
+    weight, loss, evaluation = ([rank for rank, flag in enumerate(column) if flag] for column in flags)
     for what, ranks in (("a weight", weight), ("loss", loss)):
         if ranks:
             raise NonFiniteError.in_step(what, ranks, epoch, steps - 1)

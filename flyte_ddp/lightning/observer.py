@@ -314,7 +314,7 @@ class RankObserver(Checkpoint):
         """
         progress, trainer = self.progress, self._trainer
         trained = self._validation.trained()
-        check_finite(trainer, trainer.lightning_module, trained, {}, progress.epoch, progress.step)
+        check_finite(trainer.lightning_module, trained, {}, progress.epoch, progress.step)
         if self._epoch_state.gradients.has_given_up:
             progress.warn_once(LEFT_OUT)
         is_trained = progress.step >= trainer.num_training_batches
@@ -433,7 +433,7 @@ class RankObserver(Checkpoint):
         if self._has_stepped and not progress.is_logged:
             progress.end_step(self, is_logged=True)
         epoch, steps = trainer.current_epoch, int(trainer.num_training_batches)
-        check_finite(trainer, module, self._validation.trained(), validation, epoch, steps)
+        check_finite(module, self._validation.trained(), validation, epoch, steps)
         progress.epoch, progress.step = epoch, steps
         finished = EpochFinished(
             epoch=epoch,
