@@ -4,7 +4,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -61,17 +60,6 @@ class StepClock:
         self._marks.append((part, mark))
         if len(self._marks) > MOST_MARKS:
             self._add_up()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time of the block as waiting for other ranks, and the time before it as computing.
-
-        The block is a collective in the middle of a step. The time before it begins where the last counted part of the
-        step ended.
-        """
-        self.lap(StepPart.COMPUTING)
-        yield
-        self.lap(StepPart.WAITING)
 
     def timed(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
         """Yield each step's batches for this rank, and count the time to fetch them as waiting for data.
