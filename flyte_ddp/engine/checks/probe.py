@@ -7,41 +7,29 @@ resume, is reported with its place in the recipe and with what to write instead.
 2. a training step: a checkpoint has all that it changes, and a gradient reaches each trained weight;
 3. the step of a single sample, and the same step again, which must return the same;
 4. the optimizer and the schedule: a step, and a resume (optimizer_probe.py);
-5. weights that are not trained, but follow those that are, and transforms that change all samples alike;
-6. an evaluation: what is made of its outputs, and whether a prediction depends on other samples of its batch;
+5. transforms that change all samples alike, and weights that are not trained, but follow those that are;
+6. an evaluation (evaluation_probe.py);
 7. all ranks, which must have measured the same.
 """
 
-import copy
-import json
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.batches.batches import Batch, EvaluationBatches
-from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.splits import Split, spread
 from flyte_ddp.engine.checks.data_probe import find_unequal_data, refuse_coupled_reading
+from flyte_ddp.engine.checks.evaluation_probe import try_evaluation
 from flyte_ddp.engine.checks.optimizer_probe import try_optimizer
-from flyte_ddp.engine.checks.trials import Network, Trial, Trials, as_input_error, choose_tolerance, is_close, is_same
+from flyte_ddp.engine.checks.trials import Network, Trial, Trials, choose_tolerance, is_close, is_same
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value
-from flyte_ddp.engine.measures import (
-    check_rows,
-    compute_pairs,
-    compute_ratios,
-    find_headline,
-    mismatched,
-    sum_measures,
-)
+from flyte_ddp.engine.measures import compute_ratios, find_headline, sum_measures
 from flyte_ddp.engine.sharding.sharding import OFF
 from flyte_ddp.engine.torch_compat import count_in_total, pytree
 from flyte_ddp.errors import InputError
-from flyte_ddp.fields import plain
 from flyte_ddp.recipe import Recipe
 from flyte_ddp.text import listed
 
@@ -107,40 +95,36 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
     try:
         training = Trials(recipe, network, splits["train"], _choose(recipe, splits["train"]))
         with count_in_total(FlopCounterMode(display=False)) as counter:
-            whole = training()
-        names = tuple(whole.pairs)
-        totals = sum_measures(whole.pairs).tolist()
+            training()
+        names = tuple(training.whole.pairs)
+        totals = sum_measures(training.whole.pairs).tolist()
         changing = network.changed_buffers()
         sample_flops = counter.get_total_flops() / training.size
         _refuse_gathering(training)
-        _refuse_lost_buffers(recipe, network)
-        _refuse_changed_weights(recipe, network, whole)
-        _refuse_missing_gradients(recipe, network, whole)
-        _refuse_reentrant(recipe, network, whole)
+        _refuse_lost_buffers(training)
+        _refuse_changed_weights(training)
+        _refuse_missing_gradients(training)
+        _refuse_reentrant(training)
         _refuse_unreached(training, splits["train"])
 
         one = training(0, 1)
-        has_unused = _has_unused(training, whole)
-        _refuse_uneven_units(recipe, whole, one)
-        _refuse_unsteady(training, whole)
+        has_unused = _has_unused(training)
+        _refuse_uneven_units(training, one)
+        _refuse_unsteady(training)
 
         warnings = try_optimizer(recipe, network.model, steps)  # with the gradients of the last trial
+        warnings += _find_alike(training)
         moving = _find_moving(training)
-        warnings += _find_alike(training, whole)
         gathers = bool(training.gathered)
-        del training, whole, one  # the evaluation needs their memory
+        del training, one  # the evaluation needs their memory
 
         evaluation = Trials(recipe, network, splits["test"], _choose(recipe, splits["test"], False), False)
-        tested = evaluation()
-        _refuse_moving_buffers(recipe, network)
+        evaluation()
         _refuse_gathering(evaluation)
         gathers = gathers or bool(evaluation.gathered)
         is_mixed = not (constant_loss or gathers)
-        _try_results(evaluation, tested, is_mixed)
-        _refuse_uneven_rows(evaluation, splits["test"], tested, is_mixed)
-        _refuse_coupled_predictions(evaluation, tested)
-
-        _refuse_disagreement(recipe, totals + sum_measures(tested.pairs).tolist())
+        try_evaluation(evaluation, splits["test"], is_mixed)
+        _refuse_disagreement(recipe, totals + sum_measures(evaluation.whole.pairs).tolist())
     finally:
         recipe.share = BatchShare()
     headline = find_headline(recipe, compute_ratios(recipe, names, totals))
@@ -190,7 +174,7 @@ def _refuse_gathering(trials: Trials) -> None:
         raise InputError(f"options.sharding must be off {where}: leave it out")
 
 
-def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
+def _refuse_lost_buffers(training: Trials) -> None:
     """Raise InputError if a resume would lose a buffer of the network, or if the state_dict has anything but tensors.
 
     Two kinds of buffers are refused. The first has persistent=False, and a step has changed its values. The second is
@@ -198,11 +182,8 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
 
     A buffer with persistent=False that a step creates or reshapes is accepted: it is a cache, which is made again.
     Buffers that a step removes are not noticed, and neither are tensors in plain attributes.
-
-    Args:
-        recipe: the recipe, for the message.
-        network: the network, after a training step.
     """
+    recipe, network = training.recipe, training.network
     kept = network.model.state_dict()
     for name, value in kept.items():
         if not isinstance(value, Tensor):
@@ -223,22 +204,18 @@ def _refuse_lost_buffers(recipe: Recipe, network: Network) -> None:
         )
 
 
-def _refuse_changed_weights(recipe: Recipe, network: Network, whole: Trial) -> None:
+def _refuse_changed_weights(training: Trials) -> None:
     """Raise InputError if a forward pass itself has changed a trained weight, as nn.Embedding does with max_norm.
 
     Each rank would change the weight by its own samples, so the ranks' networks would differ. With sharding, a change
     of a frozen weight is refused instead: a sharded layer has whole weights only during its call, so the change would
     be lost.
-
-    Args:
-        recipe: the recipe, for the message.
-        network: the network after its last trial.
-        whole: the result of that trial.
     """
-    if whole.moved:
+    recipe, network = training.recipe, training.network
+    if moved := training.whole.moved:
         raise InputError(
             f"{code_location(recipe, 'forward')}: with sharding it must leave frozen weights as they are, because they "
-            f"are whole only during the call, and it changes {listed(sorted(whole.moved))}: leave them, {OFF}"
+            f"are whole only during the call, and it changes {listed(sorted(moved))}: leave them, {OFF}"
         )
     for name in network.weights_unlike_original():
         if network.model.get_parameter(name).requires_grad:
@@ -248,18 +225,14 @@ def _refuse_changed_weights(recipe: Recipe, network: Network, whole: Trial) -> N
             )
 
 
-def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) -> None:
+def _refuse_missing_gradients(training: Trials) -> None:
     """Raise InputError if the measure that is minimised, usually the loss, has no usable gradient.
 
     Refused are values of the measure without a gradient, sample weights in the measure that require a gradient, and a
     sparse gradient of a parameter.
-
-    Args:
-        recipe: the recipe, for the message.
-        network: the network, with the gradients of its last trial.
-        whole: the result of the trial of all samples.
     """
-    name, values, weights = whole.trained
+    recipe = training.recipe
+    name, values, weights = training.whole.trained
     where = code_location(recipe, "measure")
     if not values.requires_grad:
         raise InputError(
@@ -271,7 +244,7 @@ def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) ->
             f"{where}: the weights of {name!r} must not need a gradient, since only its values are differentiated: "
             "call detach() on them"
         )
-    for name, weight in network.model.named_parameters():
+    for name, weight in training.network.model.named_parameters():
         if weight.grad is not None and weight.grad.layout != torch.strided:
             raise InputError(
                 f"{code_location(recipe, 'model')}: the gradient of {name} must not be sparse: create its layer with "
@@ -279,28 +252,23 @@ def _refuse_missing_gradients(recipe: Recipe, network: Network, whole: Trial) ->
             )
 
 
-def _refuse_reentrant(recipe: Recipe, network: Network, whole: Trial) -> None:
+def _refuse_reentrant(training: Trials) -> None:
     """Raise InputError if a forward pass used torch.utils.checkpoint with use_reentrant=True.
 
     DistributedDataParallel would raise an error, because a parameter would get its gradient twice in a step. Nothing is
     checked under sharding.
-
-    Args:
-        recipe: the recipe, for the message.
-        network: the network.
-        whole: the result of a trial training step, whose graph of gradients is searched.
     """
-    _, values, _ = whole.trained
+    _, values, _ = training.whole.trained
     seen = set()
-    ahead = [] if network.is_sharded else [values.grad_fn]
+    ahead = [] if training.network.is_sharded else [values.grad_fn]
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
             continue
         if node.name() == "CheckpointFunctionBackward":
             raise InputError(
-                f"{code_location(recipe, 'forward')}: torch.utils.checkpoint must have use_reentrant=False: change it, "
-                "or name the layers in the recipe's activation_checkpointing"
+                f"{code_location(training.recipe, 'forward')}: torch.utils.checkpoint must have use_reentrant=False: "
+                "change it, or name the layers in the recipe's activation_checkpointing"
             )
         seen.add(node)
         ahead += [function for function, _ in node.next_functions]
@@ -332,36 +300,28 @@ def _refuse_unreached(training: Trials, split: Split) -> None:
         )
 
 
-def _has_unused(training: Trials, whole: Trial) -> bool:
+def _has_unused(training: Trials) -> bool:
     """Return whether a step on a single sample leaves a trained weight without a gradient.
 
     Call it right after training(0, 1), the trial of one sample with seed 0: its gradients are looked at first. If the
     network draws random numbers, other seeds are tried until a weight has no gradient.
-
-    Args:
-        training: the function that computes a trial step.
-        whole: the result of the trial of all samples, which says whether random numbers were drawn.
     """
-    for seed in range(1, SEEDS if whole.has_drawn else 1):
+    for seed in range(1, SEEDS if training.whole.has_drawn else 1):
         if training.network.unreached():
             break
         training(0, 1, seed)
     return bool(training.network.unreached())
 
 
-def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
+def _refuse_uneven_units(training: Trials, one: Trial) -> None:
     """Raise InputError if one sample calls other sharded layers than all samples do, or in another order.
 
     Each call of a layer in fsdp_units gathers its weights from all ranks. If ranks called different layers, they would
-    mix up the layers' rows without an error. Without sharding nothing is refused.
-
-    Args:
-        recipe: the recipe, for the message.
-        whole: the result of the trial of all samples.
-        one: the result of the trial of a single sample.
+    mix up the layers' rows without an error. Without sharding nothing is refused. `one` is the trial of one sample.
     """
-    if one.units != whole.units:
-        some = sorted({*one.units} ^ {*whole.units}) or whole.units
+    recipe, units = training.recipe, training.whole.units
+    if one.units != units:
+        some = sorted({*one.units} ^ {*units}) or units
         raise InputError(
             f"{code_location(recipe, 'forward')}: with sharding it must call the layers that "
             f"{type(recipe).__name__}.fsdp_units names alike for all samples, and does not so call {listed(some)}: "
@@ -369,16 +329,13 @@ def _refuse_uneven_units(recipe: Recipe, whole: Trial, one: Trial) -> None:
         )
 
 
-def _refuse_unsteady(training: Trials, whole: Trial) -> None:
+def _refuse_unsteady(training: Trials) -> None:
     """Raise InputError if a method of the recipe returns other values when the same trial step is computed again.
 
     A checkpoint lacks what makes such a method differ, so a resumed training would end with other bits. Tensors without
     dimensions, and tensors whose shape has changed, are not compared.
-
-    Args:
-        training: the function that computes a trial step, which is called once more.
-        whole: the result of an earlier call for the same samples.
     """
+    whole = training.whole
     again = training()
     tolerance = choose_tolerance(training.network.model)
     for stage, returned in whole.stages.items():
@@ -408,16 +365,13 @@ def _find_moving(training: Trials) -> frozenset[str]:
     return frozen.intersection(training.network.weights_unlike_original())
 
 
-def _find_alike(training: Trials, whole: Trial) -> list[str]:
+def _find_alike(training: Trials) -> list[str]:
     """Return a warning for each transform of torchvision that changes all samples of a batch by the same numbers.
 
     Half of the samples are computed in another trial. A transform is reported if it draws random numbers as often there
-    as in `whole`. With fewer than 4 samples the list is empty.
-
-    Args:
-        training: the function that computes a trial step of these samples.
-        whole: the result of the trial of all of them.
+    as in the trial of all samples. With fewer than 4 samples the list is empty.
     """
+    whole = training.whole
     if not whole.transforms or training.size < 4:
         return []
     half = training(0, training.size // 2)
@@ -427,124 +381,6 @@ def _find_alike(training: Trials, whole: Trial) -> list[str]:
         for (where, name), times in whole.transforms.items()
         if half.transforms[where, name] == times
     ]
-
-
-def _refuse_moving_buffers(recipe: Recipe, network: Network) -> None:
-    """Raise InputError if the last trial evaluation has changed a buffer of the state_dict, with virtual ranks.
-
-    Without virtual ranks nothing is refused. With them, the number of ranks decides how often an evaluation would
-    change the buffer, so the resulting bits would depend on it.
-    """
-    changed = network.changed_buffers() if recipe.settings.virtual_ranks else ()
-    for name in network.model.state_dict().keys() & changed:
-        raise InputError(
-            f"{code_location(recipe, 'forward')}: with virtual_ranks an evaluation must leave buffers as they are, "
-            f"and it changes {name}: change it only if self.training, or set virtual_ranks to 0"
-        )
-
-
-@torch.no_grad()
-def _try_results(evaluation: Trials, tested: Trial, is_mixed: bool) -> None:
-    """Raise InputError if a method of the recipe returns what would fail later, after an epoch or at the end.
-
-    - facts() must return a dict that JSON can hold, with strings for keys.
-    - measure() must work for outputs paired with other samples' targets, if is_mixed is set.
-    - predictions() must return None, or a tensor with a row for each sample and a dtype that NumPy has.
-    - pictures() must return pairs of a caption and an image (C, H, W) of 1 or 3 channels.
-
-    Args:
-        evaluation: the samples of the evaluation, and the recipe.
-        tested: the results of the recipe's methods for all these samples.
-        is_mixed: whether the evaluation pairs outputs with other samples, to estimate the loss of guessing.
-    """
-    recipe = evaluation.recipe
-    tree = evaluation.tree
-    outputs = tested.stages["forward"]
-    facts: Any = recipe.facts()
-    if not isinstance(facts, dict):  # metadata with other facts could not be read
-        raise InputError(f"{code_location(recipe, 'facts')} must return a dict, got {type(facts).__name__}")
-    try:
-        json.dumps(plain(copy.deepcopy(facts)), default=str)  # as the metadata of the weights are written
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{code_location(recipe, 'facts')} must return what JSON can hold, with strings for keys: {error}"
-        ) from None
-    if is_mixed:
-        what = f"{code_location(recipe, 'measure')}: fails for outputs paired with other samples, as guesses would be"
-        with as_input_error(what, "define constant_loss(), the loss of guessing"):
-            compute_pairs(recipe, mismatched(outputs), Batch(tree, recipe.share))
-    predictions = tested.stages["predictions"]
-    count = evaluation.size
-    if predictions is not None:
-        check_rows(recipe, predictions, count)
-        where = code_location(recipe, "predictions")
-        with as_input_error(f"{where}: NumPy cannot hold what it returns", "call float() on it"):
-            predictions.cpu().numpy()
-    where = code_location(recipe, "pictures")
-    with as_input_error(f"{where} fails, or returns no pairs of a caption and an image", "return () for none"):
-        pictures = [(str(caption), picture) for caption, picture in recipe.pictures(outputs, tree)]
-    for _, picture in pictures:
-        if not isinstance(picture, Tensor) or picture.ndim != 3 or picture.shape[0] not in (1, 3):
-            shape = f"shape {_shape(picture)}" if isinstance(picture, Tensor) else _shape(picture)
-            raise InputError(f"{where} must return images, tensors (C, H, W) of 1 or 3 channels, got {shape}")
-
-
-def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _refuse_uneven_rows(evaluation: Trials, split: Split, tested: Trial, is_mixed: bool) -> None:
-    """Raise InputError if the shape of a row of predictions() depends on how far samples are padded.
-
-    The longest sample of a batch decides how far the batch is padded. Two batches are tried: the longest sample of the
-    batch that is padded least, and that of the batch that is padded most, each repeated to fill a batch. Nothing is
-    tried if the recipe has no lengths or no predictions.
-
-    Args:
-        evaluation: the trials of the evaluation, for the recipe and the network.
-        split: the test split.
-        tested: the result of the trial evaluation.
-        is_mixed: whether the evaluation pairs outputs with other samples, which orders the batches differently.
-    """
-    recipe = evaluation.recipe
-    lengths = get_lengths(split)
-    size = evaluation.recipe.settings.test_batch_size
-    if not lengths or tested.stages["predictions"] is None:
-        return
-    samples = EvaluationBatches(split, size, rank=0, world_size=1, mixed=is_mixed).order.at(torch.arange(len(split)))
-    longest = torch.stack([batch[lengths.each[batch].argmax()] for batch in samples.split(size)])
-    rows = []
-    for index in (longest[lengths.each[longest].argmin()], longest[lengths.each[longest].argmax()]):
-        trial = Trials(recipe, evaluation.network, split, index.expand(evaluation.size), False)()
-        rows.append(trial.stages["predictions"])
-    check_rows(recipe, rows[0], evaluation.size, rows[1])
-
-
-def _refuse_coupled_predictions(evaluation: Trials, tested: Trial) -> None:
-    """Raise InputError if a sample's predictions depend on the other samples of its batch.
-
-    The batch is predicted whole and in two parts, and the results are compared. Nothing is compared if there are no
-    predictions or only one sample, if the evaluation draws random numbers, or if rows of the parts have another shape,
-    as when each part is padded to its own longest sample.
-
-    Args:
-        evaluation: the function that computes a trial evaluation of some of the samples.
-        tested: the result of the trial of all of them.
-    """
-    predictions = tested.stages["predictions"]
-    size = evaluation.size
-    if predictions is None or tested.has_drawn or size == 1:
-        return
-    # The parts are no halves, because two halves might both have the mean of the whole
-    cut = max(1, 3 * size // 8)
-    parts = [evaluation(*ends).stages["predictions"] for ends in ((0, cut), (cut, size))]
-    if [part.shape for part in parts] != [(count, *predictions.shape[1:]) for count in (cut, size - cut)]:
-        return
-    if not is_close(predictions, torch.cat(parts), choose_tolerance(evaluation.network.model)):
-        raise InputError(
-            f"{code_location(evaluation.recipe, 'predictions')}: those of a sample depend on the others of its batch: "
-            "to compare samples, call all_gather(); to normalise, use nn.BatchNorm, nn.GroupNorm or nn.LayerNorm"
-        )
 
 
 def _refuse_disagreement(recipe: Recipe, totals: list[float]) -> None:

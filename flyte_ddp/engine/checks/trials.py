@@ -148,8 +148,11 @@ class Trials:
     Attributes:
         tree: the samples.
         size: the number of samples.
-        gathered: each call of all_gather() in the last trial of all samples: the method that called it, and the rows.
+        whole: the outcome of the last trial of all samples.
+        gathered: each call of all_gather() in that trial: the method that called it, and the rows.
     """
+
+    whole: Trial
 
     def __init__(self, recipe: Recipe, network: Network, split: Split, chosen: Tensor, is_training: bool = True):
         """Fetch the chosen samples, (size,) int64 indices in the split.
@@ -226,6 +229,8 @@ class Trials:
                 f"{code_location(recipe, 'model')}: forward creates or removes the weights {listed(late)}, of which "
                 "no optimizer and no checkpoint would know: create all weights in its __init__"
             )
+        if is_whole:
+            self.whole = trial
         return trial
 
 
