@@ -163,7 +163,9 @@ def compute_rows(
         recipe.share = stopping.share
         seed_part(part.seed, part.share.part)
         try:
-            outputs = pytree.tree_map_only(Tensor, _alone, forward(stopping))
+            outputs = pytree.tree_map_only(
+                Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), forward(stopping)
+            )
         except _Stop:
             raise InputError(
                 f"{code_location(recipe, 'forward')}: with virtual_ranks all_gather() must be called in measure(), as "
@@ -181,25 +183,17 @@ def compute_rows(
             f"{code_location(recipe, 'measure')}: with virtual_ranks it must call all_gather() for each part of a "
             "batch or for none: call it whatever the samples are"
         )
-    return seen, _joined(parts, own) if own else None
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same numbers, without its graph."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _clone_tensors(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, torch.clone, tree)
-
-
-def _joined(parts: Sequence[Batch], own: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parts, (N, ...), from those of this rank's parts; a collective."""
+    if not own:
+        return seen, None
     rows = own[0].new_zeros(parts[0].share.size, *own[0].shape[1:])
     for part, local in zip(parts, own, strict=True):
         if not part.share.borrowed:
             rows[part.share.first : part.share.first + part.share.count] = local
-    return _merge(rows)
+    return seen, _merge(rows)
+
+
+def _clone_tensors(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.clone, tree)
 
 
 def _merge(own: Tensor) -> Tensor:
