@@ -53,13 +53,17 @@ class CheckpointFiles(TorchCheckpointIO):
 
         At job.checkpoint_path the checkpoint gets this library's format. Files of ModelCheckpoints are kept beside it,
         an event says how long writing took, and an OSError is only reported as an event. At any other path, the file is
-        as Lightning writes it, and an OSError is raised.
+        as Lightning writes it, but appears whole or not at all, and an OSError is raised. A URL is left to Lightning.
 
         Raises:
             InputError: a checkpoint of this state could not be read again. Only the first one is checked.
         """
+        if "://" in str(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
         if path != self._path:
-            return self._save_theirs(checkpoint, path, storage_options)
+            # Lightning alone would write to /tmp, and copy into the old file, of which a reader could find a half
+            with replacing(Path(path)) as beside:
+                return super().save_checkpoint(checkpoint, beside, storage_options)
         started = time.monotonic()
         state = _needed(checkpoint)
         if not self._is_readable:
@@ -85,27 +89,6 @@ class CheckpointFiles(TorchCheckpointIO):
         except Exception:  # a hook may need what a step leaves; the first checkpoint is checked again
             return
         check_readable(_needed(checkpoint))
-
-    def _save_theirs(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Write a checkpoint of the user's callbacks in Lightning's format, replacing a file at the path as a whole.
-
-        The content goes to a temporary file in the same folder, which is then renamed. Lightning alone would write to
-        /tmp first and, if the path is on another disk, copy from there into the old file: a reader could find half of a
-        checkpoint. A checkpoint whose path is a URL is left to Lightning.
-
-        Args:
-            checkpoint: the content.
-            path: the path of the file, or a URL.
-            storage_options: must be None, as Lightning demands.
-
-        Raises:
-            OSError: The file cannot be written. The old file stays as it was.
-            TypeError: storage_options is not None.
-        """
-        if "://" in str(path):
-            return super().save_checkpoint(checkpoint, path, storage_options)
-        with replacing(Path(path)) as beside:
-            super().save_checkpoint(checkpoint, beside, storage_options)
 
     def find(self) -> str | None:
         """Find rank 0's checkpoint of this training, and keep its state for load_checkpoint(); a collective.
