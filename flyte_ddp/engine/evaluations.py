@@ -74,7 +74,11 @@ def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, li
     step = round(chosen.fraction * len(state.train))
     warnings = state.progress.monitor.warn_of_not_finite(evaluated.broken, "test", chosen.position, step)
     if tracker and tracker.best < 0:
-        warnings += state.progress.monitor.warn_of_no_best(tracker.measure, chosen.position, step)
+        reason = (
+            f"the weights are those of the last epoch, not of the best: {tracker.measure} on the validation split has "
+            'never been a finite number: look for samples whose value divides by 0, or set choose_by to "loss"'
+        )
+        warnings += state.progress.monitor.record(chosen.epoch, step, [reason])
     state.progress.emit_all(warnings)
     if tracker:
         event = EpochChosen(

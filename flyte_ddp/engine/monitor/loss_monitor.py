@@ -140,26 +140,6 @@ class LossMonitor:
         )
         return self.record(_epoch(position), step, [reason])
 
-    def warn_of_no_best(self, measure: str, position: float, step: int) -> list[NotLearning]:
-        """Record and return a warning that training returns the last weights, as no evaluation could be the best.
-
-        Call this once, at the end of a training, if the measure to choose by has never been finite on the validation
-        split. The caller emits the warning.
-
-        Args:
-            measure: the name of the measure to choose by.
-            position: the number of epochs, with fractions, that the returned weights were trained for.
-            step: the number of steps of the last of these epochs.
-
-        Returns:
-            A list with the warning.
-        """
-        reason = (
-            f"the weights are those of the last epoch, not of the best: {measure} on the validation split has never "
-            'been a finite number: look for samples whose value divides by 0, or set choose_by to "loss"'
-        )
-        return self.record(_epoch(position), step, [reason])
-
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
