@@ -59,11 +59,11 @@ class Training(Resumable, Protocol):
 
     def go_back(self, step: int) -> bool:
         """Restore the training as it was before a step, from 0, that only has to be taken again; else return False."""
-        ...
+        return False
 
     def must_wait(self) -> bool:
         """Return whether a checkpoint has to wait for a later step, as it has no room for gradients; a collective."""
-        ...
+        return False
 
     def compare_between_ranks(self) -> None:
         """Name ranks whose weights differ from those of the others; a collective."""

@@ -20,7 +20,7 @@ from flyte_ddp.engine.average import Average
 from flyte_ddp.engine.batches.batches import Batch, TrainBatches
 from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.buffers import BufferCopy, Buffers
-from flyte_ddp.engine.contracts import StepFigures
+from flyte_ddp.engine.contracts import StepFigures, Training
 from flyte_ddp.engine.digest import sum_bits, weights_digest
 from flyte_ddp.engine.drift import Drift
 from flyte_ddp.engine.measures import compute_ratios, make_checked_optimizer, trained_measure
@@ -51,7 +51,7 @@ BINS = 64  # of a histogram
 MOST_NORMS = 10  # that a log line has, unless all gradients are logged
 
 
-class TrainingState:
+class TrainingState(Training):
     """The state that a checkpoint holds and a resume restores, and the step that changes it.
 
     Attributes:
@@ -407,10 +407,6 @@ class TrainingState:
             if ranks:
                 return NonFiniteError.in_step(what, ranks, epoch, step)
         return NonFiniteError.in_step("gradient", [*range(self.world_size)], epoch, step)  # in sum, or sharded
-
-    def must_wait(self) -> bool:
-        """Return False: a step of a recipe leaves no gradient that a checkpoint would need."""
-        return False
 
     def choose(self, finished: EpochFinished) -> None:
         """Keep the weights of the last evaluation if they are among the best; a collective with options.keep_best.

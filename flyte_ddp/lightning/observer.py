@@ -15,7 +15,7 @@ from torch import distributed
 from torch.utils.data import IterableDataset
 
 from flyte_ddp.engine.collectives import all_reduce_flags, gather_values
-from flyte_ddp.engine.contracts import Resumable, StepFigures
+from flyte_ddp.engine.contracts import Resumable, StepFigures, Training
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
@@ -62,7 +62,7 @@ DRIFTED = (
 )
 
 
-class RankObserver(Checkpoint):
+class RankObserver(Checkpoint, Training):
     """Tells the parent what happens, saves checkpoints, and stops the ranks on request.
 
     Lightning calls a Checkpoint after all other callbacks.
@@ -268,10 +268,6 @@ class RankObserver(Checkpoint):
     def figures(self) -> StepFigures:
         """Return the last step's learning rate and norm of gradients."""
         return StepFigures(self._rate, self._norm)
-
-    def go_back(self, step: int) -> bool:
-        """Return False: each step waits for its sums, so none is taken again."""
-        return False
 
     def step_error(self, step: int) -> NonFiniteError:
         """Return an error that names what was not finite, and on which ranks; a collective."""

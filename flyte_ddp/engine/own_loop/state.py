@@ -15,7 +15,7 @@ from flyte_ddp.engine.best_models import BestModels
 from flyte_ddp.engine.buffers import Buffers
 from flyte_ddp.engine.checkpoints.writer import make_whole_checkpoints
 from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value, gather_values
-from flyte_ddp.engine.contracts import Plan, StepFigures
+from flyte_ddp.engine.contracts import Plan, StepFigures, Training
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
@@ -52,7 +52,7 @@ UNMEASURED = (
 HIGHEST, LOWEST = "highest", "lowest"
 
 
-class LoopState:
+class LoopState(Training):
     """The state of a loop of the user's own, alike on all ranks but for what the current step has logged.
 
     Attributes:
@@ -329,10 +329,6 @@ class LoopState:
     def figures(self) -> StepFigures:
         """Return the last step's learning rate and norm of gradients."""
         return StepFigures(self._rate, self._norm)
-
-    def go_back(self, step: int) -> bool:
-        """Return False: each step waits for its sums, so none is taken again."""
-        return False
 
     def step_error(self, step: int) -> NonFiniteError:
         """Return an error that names the ranks whose latest measures are not finite; a collective."""
