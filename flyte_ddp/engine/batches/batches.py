@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.batch_share import BatchShare
-from flyte_ddp.engine.batches.block_split import BlockSplit
+from flyte_ddp.engine.batches.block_split import BlocksInOrder, BlockSplit
 from flyte_ddp.engine.batches.lengths import SimilarLengths, get_lengths
 from flyte_ddp.engine.batches.order import shuffled
 from flyte_ddp.engine.batches.sample_seeds import Origin
@@ -209,7 +209,7 @@ class _Batches:
                 origin(step) is None, a sample gets the same random numbers each time.
         """
         if isinstance(self.split, BlockSplit):
-            return self.split.in_order(keys, self.batch_size, self.samples, self._computed)
+            return BlocksInOrder(self.split, keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:

@@ -122,8 +122,8 @@ class BlockSplit:
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
         """Yield the samples of each part, as a tree of tensors (n, ...) on the device, after fetching their blocks.
 
-        This is for a few samples, such as those of trials; an epoch reads by in_order(). The blocks stay in the cache
-        for the next call, as far as it has room.
+        This is for a few samples, such as those of trials; an epoch reads by BlocksInOrder. The blocks stay in the
+        cache for the next call, as far as it has room.
 
         Args:
             parts: (n,) int64 sample indices, in any order.
@@ -134,25 +134,6 @@ class BlockSplit:
             self._keep(set(self.find_blocks(part.numpy()).tolist()))
             tree = rows.read_batch(part.numpy())
             yield pytree.tree_map(lambda leaf: to_tensor(leaf).to(self.device), tree)
-
-    def in_order(
-        self, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
-    ) -> "BlocksInOrder":
-        """Return the order of an epoch, which reads samples as the blocks are fetched.
-
-        Args:
-            keys: the key of each pass; None leaves blocks and samples in the split's order.
-            batch_size: the number of samples of a global batch.
-            samples: the number of samples of the epoch.
-            computed: computed(step) returns the slice of positions that this rank computes in that step.
-
-        Raises:
-            InputError: There is more than one pass.
-        """
-        if len(keys) > 1:
-            raise InputError(f"passes_per_epoch must be 1 with Blocks, got {len(keys)}: raise epochs instead")
-        order = BlockOrder(self.block_lengths, keys[0], batch_size, samples, self.blocks.window, self.blocks.streams)
-        return BlocksInOrder(self, order, computed)
 
     def path(self, block: int) -> Path:
         return self.cache.path(self._file(block))
@@ -192,15 +173,25 @@ class BlocksInOrder:
 
     Args:
         split: the samples.
-        order: the order.
+        keys: the key of each pass; None leaves blocks and samples in the split's order.
+        batch_size: the number of samples of a global batch.
+        samples: the number of samples of the epoch.
         computed: computed(step) returns the slice of positions that this rank computes in that step.
+
+    Raises:
+        InputError: There is more than one pass.
     """
 
-    def __init__(self, split: BlockSplit, order: BlockOrder, computed: Computed):
+    def __init__(
+        self, split: BlockSplit, keys: Sequence[int | None], batch_size: int, samples: int, computed: Computed
+    ):
+        if len(keys) > 1:
+            raise InputError(f"passes_per_epoch must be 1 with Blocks, got {len(keys)}: raise epochs instead")
+        blocks = split.blocks
         self.split = split
-        self.order = order
+        self.order = BlockOrder(split.block_lengths, keys[0], batch_size, samples, blocks.window, blocks.streams)
         self.computed = computed
-        self.at = order.at
+        self.at = self.order.at
 
     def uses(self, steps: range) -> Uses:
         """Return the blocks that this rank needs in some steps, with the first and last step that needs each.
