@@ -213,11 +213,6 @@ class Audit:
 
         With `every` = 0, there is only a warning, because processors of different kinds may compute different bits.
 
-        Args:
-            verdict: names the ranks.
-            epoch: the number of the epoch, from 0.
-            step: the number of the step in the epoch, from 0.
-
         Raises:
             WrongBitsError: `every` is not 0, and these ranks have the same hardware.
             InputError: `every` is not 0, and their hardware differs, so audits are impossible.
@@ -238,11 +233,6 @@ class Audit:
 
         Each tensor has the owner's strides on all ranks, because torch chooses kernels by strides. It is on the CPU if
         it is there on the owner, and otherwise on this rank's device.
-
-        Args:
-            shares: this rank's shares of the global batch.
-            part: the number of the part.
-            owner: the rank whose shares have the part.
         """
         sent: list[Any] = [None]
         if own := next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None):

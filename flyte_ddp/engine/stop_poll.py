@@ -61,9 +61,6 @@ class StopPoll:
         The call sets is_agreed if any rank was asked to stop, and sets the number of batches until the next exchange.
         All ranks set the same. On a GPU the two values come from the exchange before this one, so the host does not
         wait.
-
-        Args:
-            stop: whether this rank was asked to stop.
         """
         now = time.perf_counter()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # filled without a copy that the host awaits

@@ -322,11 +322,6 @@ def _hook_inputs(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     has a gradient, torch itself calls that at the end of the backward pass. No hook is added without gradients, or
     during a backward pass.
 
-    Args:
-        group: torch's FSDP parameter group of the unit.
-        args: the positional inputs of the unit.
-        kwargs: the keyword inputs of the unit.
-
     Returns:
         args and kwargs, unchanged.
     """

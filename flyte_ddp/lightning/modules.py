@@ -130,11 +130,6 @@ def _call_with_settings(name: str, kind: Callable[..., Any], job: LightningJob) 
     A parameter may have the name of a field of the settings, or be `settings`, `data_path`, `loader_workers` or
     `pin_memory`. A parameter of any other name keeps its default.
 
-    Args:
-        name: the name of the class or function, for messages.
-        kind: the class or function.
-        job: the training, with the values.
-
     Raises:
         InputError: a parameter of another name has no default.
     """

@@ -221,10 +221,6 @@ class _Batches:
 
         A rank without samples in a step gets one share with one sample of another rank, marked as borrowed: it counts
         for nothing. If the samples have lengths, all ranks pad theirs to the longest sample of the global batch.
-
-        Args:
-            order: the order of the epoch's samples.
-            steps: the steps to read.
         """
         lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
@@ -246,11 +242,6 @@ class _Batches:
 
         Virtual ranks without samples are left out. A rank whose sample is borrowed from another rank gets that one
         share back, uncut and uncopied.
-
-        Args:
-            step: the number of the step in the epoch.
-            tree: the samples, as tensors (n, ...).
-            share: the samples' place in the global batch.
 
         Yields:
             A virtual rank's samples, copied, and their place in the global batch, whose `part` is the virtual rank's

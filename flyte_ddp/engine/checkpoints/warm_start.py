@@ -271,11 +271,6 @@ def _optimizer(optimizer: Optimizer, saved: dict[str, Any], rates: Sequence[floa
     Hyperparameters come from `optimizer`: what its class, or one that the class is derived from, takes as an argument.
     Other options of a group, in which some optimizers count their steps, are state.
 
-    Args:
-        optimizer: this training's new optimizer.
-        saved: the optimizer's state dict from the other training's checkpoint.
-        rates: the learning rate of each group.
-
     Raises:
         InputError: The two have different numbers of groups, or groups with different numbers of parameters or
             different names of options.

@@ -201,11 +201,6 @@ def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
 
     The two methods are called as on a single rank and as on rank 1 of 2. The hyperparameters of the optimizer's groups
     and some of the schedule's factors must be equal.
-
-    Args:
-        recipe: the recipe.
-        model: the network, for optimizer().
-        steps: the number of steps of the whole training, for lr_lambda().
     """
     results = []
     for rank, world_size in ((0, 1), (1, 2)):

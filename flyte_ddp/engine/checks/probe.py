@@ -137,11 +137,6 @@ def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
     The number of samples is at most SAMPLES for training, or TEST_SAMPLES for evaluation. The number is also at most
     what a rank computes at once, because more might not fit into memory, but at least two if the split has two. The
     first half of the indices is spread over the whole split, and so is the second half.
-
-    Args:
-        recipe: the recipe, for its batch sizes and micro_batch.
-        split: the split to choose from.
-        is_training: whether the samples are for training.
     """
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size

@@ -365,11 +365,6 @@ def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
     With a dropout of 0 or in evaluation mode it draws none, as the call's arguments tell. Attention and recurrent
     layers call such operations even then.
-
-    Args:
-        func: the operation.
-        args: the call's positional arguments.
-        kwargs: the call's keyword arguments.
     """
     arguments = name_arguments(func, args, kwargs)
     probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)

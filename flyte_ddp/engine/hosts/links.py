@@ -79,11 +79,6 @@ def _measure_speed(rings: Sequence[Sequence[int]], rank: int, device: torch.devi
 
     Neighbours exchange a message in one of three turns, ROUNDS times. The fastest exchange counts. The result is 0 if
     the rank is alone in its ring.
-
-    Args:
-        rings: the ranks of each ring. Each rank is in one of them.
-        rank: this rank.
-        device: the device whose memory has the messages.
     """
     if all(len(ring) < 2 for ring in rings):
         return 0.0

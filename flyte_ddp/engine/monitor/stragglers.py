@@ -91,10 +91,6 @@ class Stragglers:
         The list is empty if there were fewer windows so far. A warning names the cause: reading data or computing,
         whichever takes the rank longer than a fast rank by more. The warning also gives both ranks' time for it in each
         step.
-
-        Args:
-            epoch: the epoch, from 0, for the message.
-            step: the number of the epoch's steps so far, for the message.
         """
         if len(self._last) < IN_A_ROW:
             return []

@@ -113,10 +113,6 @@ def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> li
 
     Samples are repeated or left out to reach a size. A size of 0 becomes 1. All ranks get equally many batches, because
     layers may exchange something in each of them.
-
-    Args:
-        batches: the batches of training or evaluation, which know their sizes.
-        batch: the batch to copy samples from.
     """
 
     def of_size(size: int) -> Batch:

@@ -108,10 +108,6 @@ def _fits(state: TrainingState, part: Batch) -> bool:
     A forward and backward pass is tried. Afterwards buffers are put back, and no weight or gradient has changed. With
     sharding all ranks must call it, but each rank gets its own answer. Errors other than a lack of memory are passed
     on.
-
-    Args:
-        state: the training.
-        part: the samples.
     """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
     before = state.buffers.copy()

@@ -501,11 +501,7 @@ class LoopState(Training):
         )
 
     def _chosen(self, finished: EpochFinished) -> EpochChosen:
-        """Return the event that says which epoch's weights are returned, with their test measures if any.
-
-        Args:
-            finished: the evaluation of that epoch.
-        """
+        """Return the event that says which epoch's weights are returned, with their test measures if any."""
         return EpochChosen(
             epoch=finished.epoch,
             epochs=self.progress.epoch,

@@ -247,11 +247,6 @@ class ExactStep(SingleStep):
         their numbers, and only during the rank's last part of the batch. If a hook or an optimizer's zero_grad() has
         replaced the weight's gradient tensor, its values are copied into the bucket.
 
-        Args:
-            number: the bucket.
-            place: the weight's position in the bucket.
-            _: what torch passes to a hook; ignored.
-
         Raises:
             InputError: The weight's gradient came twice in one backward pass, or after its bucket was sent. The sum
                 would lack a part of the gradient.
@@ -301,9 +296,6 @@ class ExactStep(SingleStep):
         Each bucket carries a 1 for each of its weights that a part of this rank has used, and a 0 for the others. The
         last bucket also carries this rank's requests to stop and to save, the bits of its parts' measures, and the
         flags that say whether the gradients fit the integer scale (Units.write_words).
-
-        Args:
-            number: the bucket.
         """
         bucket = self._buckets[number]
         used = self._used[number]

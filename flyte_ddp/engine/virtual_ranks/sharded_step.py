@@ -98,10 +98,6 @@ def _assign_owners(weights: Sequence[Tensor], ranks: int) -> Iterator[list[Owned
     Each weight is owned by one rank: the rank that has the fewest bytes so far. In a batch, each rank owns at most
     BYTES (25 MiB), or a single larger weight.
 
-    Args:
-        weights: the weights.
-        ranks: the number of ranks.
-
     Yields:
         A list with an entry for each rank: the positions in `weights` and the weights that the rank owns in this batch.
             An entry may be empty.
