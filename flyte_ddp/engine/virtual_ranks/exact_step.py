@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from flyte_ddp.engine import collectives, torch_compat
 from flyte_ddp.engine.batches.batches import Batch
 from flyte_ddp.engine.digest import compute_sum
 from flyte_ddp.engine.step import SingleStep, Step, Totals, constants, list_gradients
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.engine.virtual_ranks.whole_numbers import make_buckets
+from flyte_ddp.engine.virtual_ranks.whole_numbers import Bucket, Units, group_tensors
 from flyte_ddp.errors import InputError
 
 CALLS = 16  # calls of backward in a step that have units of their own; later calls share the last ones
@@ -51,7 +51,7 @@ class ExactStep(SingleStep):
         sizes = self._word_sizes = [2, 2 * self._measured.numel()]
         self._is_sending = False  # the rank's last part is under way
         self._next = 0  # the bucket to be sent next
-        self._weights: list[list[nn.Parameter]] = []  # of each bucket
+        self._weights: list[list[Tensor]]  # of each bucket
         self._nodes: list[Any] = []  # what adds up each weight's gradient; torch frees it if nobody refers to it
         self._lay_out(virtual_ranks, sum(sizes))
         # The gradients of each bucket that the current backward pass has had
@@ -76,11 +76,12 @@ class ExactStep(SingleStep):
             more: how many further int32 numbers the last bucket carries.
         """
         step = self.module
-        self._buckets, self._units = make_buckets(step.trainable, virtual_ranks, more)
-        weights = reversed(step.trainable)
-        for number, bucket in enumerate(self._buckets):
-            self._weights.append(list(islice(weights, len(bucket.views))))
-            for place, weight in enumerate(self._weights[number]):
+        self._weights = group_tensors(step.trainable)
+        last = self._weights[-1]
+        self._buckets = [Bucket(group, more if group is last else 0) for group in self._weights]
+        self._units = Units(self._buckets, virtual_ranks)
+        for number, group in enumerate(self._weights):
+            for place, weight in enumerate(group):
                 # As in DistributedDataParallel, hooks of the weight come first, whenever they were registered
                 node = torch.autograd.graph.get_gradient_edge(weight).node
                 node.register_hook(partial(self._arrived, number, place))

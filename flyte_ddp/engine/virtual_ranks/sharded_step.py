@@ -24,7 +24,6 @@ from flyte_ddp.engine.virtual_ranks.exact_step import ExactStep
 from flyte_ddp.engine.virtual_ranks.whole_numbers import (
     BLOCK,
     BYTES,
-    Digits,
     Units,
     block_shape,
     group_tensors,
@@ -42,7 +41,7 @@ class ShardedExactStep(ExactStep):
         self._sums = Sums(self.module.model, self.module.trainable, more)
         buckets: list[Any] = [self._sums]
         self._buckets = buckets
-        self._units = Units(buckets, Digits.for_addends(virtual_ranks))
+        self._units = Units(buckets, virtual_ranks)
         self._weights = [self._sums.weights]
         places = {weight: place for place, weight in enumerate(self._sums.weights)}
         for unit, weights in self._sums.trained.items():

@@ -205,10 +205,15 @@ class Units:
         exponents: (blocks, 1) int32, the exponent of the largest number expected in each block's sum, in steps of 1/8.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], digits: Digits):
-        """Allocate room for words in the last bucket, and expect sums of 1 in all blocks."""
+    def __init__(self, buckets: Sequence[Bucket], addends: int):
+        """Allocate room for words in the last bucket, and expect sums of 1 in all blocks.
+
+        Args:
+            buckets: the buckets.
+            addends: how many gradients each sum has, over all ranks.
+        """
         self._buckets = buckets
-        self._digits = digits
+        self._digits = Digits.for_addends(addends)
         device = buckets[0].device
         blocks = [*chain.from_iterable(bucket.blocks for bucket in buckets)]
         self._blocks = torch.tensor(blocks, dtype=torch.int64, device=device)  # each tensor's number of blocks
@@ -356,22 +361,6 @@ def group_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         groups[-1].append(tensor)
         size += 4 * tensor.numel()
     return groups
-
-
-def make_buckets(tensors: Sequence[Tensor], addends: int, more: int = 0) -> tuple[list[Bucket], Units]:
-    """Make the buckets for sums of the tensors' gradients, from the last tensor to the first, and the sums' units.
-
-    Args:
-        tensors: the trained weights, at least one, in the order of the network.
-        addends: how many gradients each sum has, over all ranks.
-        more: how many further int32 numbers the last bucket carries.
-
-    Returns:
-        The buckets, and the units of all of their blocks.
-    """
-    groups = group_tensors(tensors)
-    buckets = [Bucket(group, more if group is groups[-1] else 0) for group in groups]
-    return buckets, Units(buckets, Digits.for_addends(addends))
 
 
 def block_shape(tensor: Tensor) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, distributed, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from flyte_ddp.engine.virtual_ranks.whole_numbers import BLOCK, make_buckets
+from flyte_ddp.engine.virtual_ranks.whole_numbers import BLOCK, Bucket, Units, group_tensors
 
 SHAPES = [(7, 3), (5, 130), (200,), (3, 2, 5), ()]
 BOUND, NO_UNIT = 2.0**-12, 2.0**-127
@@ -32,7 +32,8 @@ class Sums:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], addends: int):
-        self.buckets, self.units = make_buckets([torch.zeros(shape) for shape in shapes], addends)
+        self.buckets = [Bucket(group) for group in group_tensors([torch.zeros(shape) for shape in shapes])]
+        self.units = Units(self.buckets, addends)
         self.repeated, self.exponents = 0, self.units.exponents
 
     def step(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -206,7 +207,8 @@ def test_nothing_can_be_added_up_too():
 def test_buckets_are_those_of_the_network_alone_and_keep_how_its_tensors_lie():
     weight = nn.Parameter(torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last))
     tensors = [weight, nn.Parameter(torch.zeros(1 << 19)), nn.Parameter(torch.zeros(()))]
-    (first, second), units = make_buckets(tensors, 2)
+    first, second = (Bucket(group) for group in group_tensors(tensors))
+    units = Units([first, second], 2)
     assert [view.shape for view in first.views] == [()]
     assert [view.shape for view in second.views] == [(1 << 19,), (8, 3, 5, 5)]
     assert second.views[-1].stride() == weight.stride()
