@@ -99,6 +99,8 @@ def find_data_path(data: Path | StoredData | None) -> Path | str | None:
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
     """Load the samples of a split ("train", "validation" or "test"), with the recipe's lengths(split) if it has any.
 
+    With lengths, samples of a Dataset are padded when they are read.
+
     Args:
         recipe: the recipe, whose data(split) returns the samples.
         split: the name of the split.
@@ -106,8 +108,8 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
         cache: the cache for samples in Blocks.
 
     Raises:
-        InputError: The data or lengths are invalid, or samples in Blocks have lengths. The message names the place in
-            the recipe.
+        InputError: The data or lengths are invalid, samples in Blocks have lengths, or a length_window is set without
+            lengths of "train". The message names the place in the recipe.
     """
     data = recipe.data(split)
     try:
@@ -116,7 +118,20 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
         samples = make_split(data, split, recipe.device, job.options, cache)
     except InputError as error:
         raise InputError(f'{code_location(recipe, "data")}, split "{split}": {error.message}') from None
-    return samples if isinstance(samples, BlockSplit) else with_lengths(samples, recipe, split)
+    if isinstance(samples, BlockSplit):
+        return samples
+    each = recipe.lengths(split)
+    if each is not None:
+        if isinstance(samples, Streamed):
+            samples.is_padded = True
+        try:
+            samples.lengths = Lengths(each, len(samples), lambda indices: next(iter(samples.fetch([indices]))))
+        except InputError as error:
+            raise InputError(f'{code_location(recipe, "lengths")}, split "{split}": {error.message}') from None
+    elif split == "train" and recipe.length_window:
+        owner = type(recipe).__name__
+        raise InputError(f"{owner}.length_window must be 0 without {owner}.lengths, got {recipe.length_window}")
+    return samples
 
 
 def make_split(
@@ -173,33 +188,6 @@ def is_dataset(data: Any) -> bool:
     if hasattr(data, "columns"):  # a DataFrame
         return False
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
-
-
-def with_lengths(samples: Streamed | Resident, recipe: Recipe, split: str) -> Split:
-    """Give samples the lengths that the recipe's lengths(split) returns, and return the same samples.
-
-    Samples of a Dataset are padded from then on when they are read. If lengths(split) returns None, nothing is changed.
-
-    Args:
-        samples: the split, whose `lengths` are set.
-        recipe: the recipe.
-        split: the name of the split.
-
-    Raises:
-        InputError: The lengths do not fit the samples, or the recipe has a length_window but no lengths of "train".
-    """
-    each = recipe.lengths(split)
-    if each is not None:
-        if isinstance(samples, Streamed):
-            samples.is_padded = True
-        try:
-            samples.lengths = Lengths(each, len(samples), lambda indices: next(iter(samples.fetch([indices]))))
-        except InputError as error:
-            raise InputError(f'{code_location(recipe, "lengths")}, split "{split}": {error.message}') from None
-    elif split == "train" and recipe.length_window:
-        owner = type(recipe).__name__
-        raise InputError(f"{owner}.length_window must be 0 without {owner}.lengths, got {recipe.length_window}")
-    return samples
 
 
 def split_off_validation(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
