@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import distributed
@@ -14,12 +15,14 @@ from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.own_loop.loop import Loop
 from flyte_ddp.engine.own_loop.state import LoopState
 from flyte_ddp.engine.own_loop.unsaved import Unsaved
+from flyte_ddp.engine.results import export_model
 from flyte_ddp.engine.virtual_ranks.rules import check_settings
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import StartUp
+from flyte_ddp.events import EpochChosen, StartUp
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.whole_files import writing_to
 
 # What a loop decides for itself, or cannot have: set to anything else, it would have no effect
 UNUSED: dict[type, tuple[str, ...]] = {
@@ -32,6 +35,10 @@ UNUSED: dict[type, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+UNMEASURED = (
+    "the loop has returned within an epoch, so no measures are those of the weights that it returns: call "
+    "loop.evaluated before, also where the epoch is left early"
+)
 ALREADY = "the ranks are a process group before the loop is called, and until its weights are written"
 
 
@@ -87,7 +94,7 @@ def run(
                 function(Loop(environment, state, link, job, cache))
                 if not distributed.is_initialized():
                     raise InputError(f"leave out torch.distributed.destroy_process_group: {ALREADY}")
-                return state.finish()
+                return finish(state, environment, link, job)
         except InputError as error:
             raise InputError(f"{find_line(error)}{error.message}") from error
         except ValueError as error:
@@ -104,3 +111,62 @@ def run(
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def finish(state: LoopState, environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Write the weights and return the result, once the user's function has returned; a collective.
+
+    Rank 0 writes the weights to job.model_path. If the function has left the loop over the epochs early, the epoch
+    under way is ended if it was evaluated; if not, its last step is ended. The best epoch's weights are then loaded, if
+    one is chosen. A checkpoint that has waited is written.
+
+    Returns:
+        The result as this rank knows it. Its test measures are those of an evaluation after the last epoch, or else of
+        the epoch whose weights are returned.
+
+    Raises:
+        InputError: The function has not called loop.epochs, an evaluation lacks the headline, or the weights cannot be
+            written. In the last case rank 0 alone raises it.
+        NonFiniteError: A measure of a step was not finite.
+    """
+    progress = state.progress
+    if not progress.started:
+        raise InputError(f"{job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
+    if state.evaluated:  # the loop over the epochs was left
+        state.end_epoch(is_left=True)
+    elif progress.step or state.logged:
+        if state.logged:
+            state.end_step(is_left=True)
+        progress.check_steps(state)
+        if not (state.best_tracker and state.best_tracker.best >= 0):
+            progress.warn_once(UNMEASURED)
+    if progress.owes_checkpoint:
+        progress.save(state, is_last=True)
+    progress.close()
+    tracker = state.best_tracker
+    number = len(progress.history) - 1
+    if tracker and not state.is_over and progress.history:  # the loop over the epochs was left
+        state.load_best_epoch()
+    chosen_epoch = None
+    if tracker and tracker.best >= 0:
+        number = chosen_epoch = tracker.best
+    if progress.history and (tracker or state.tested):
+        chosen = progress.history[number]
+        event = EpochChosen(
+            epoch=chosen.epoch,
+            epochs=progress.epoch,
+            measures=state.tested,
+            stopped_early=progress.epoch < job.settings.epochs,
+            seconds=0.0,
+            is_best=chosen_epoch is not None,
+            fraction=chosen.fraction,
+        )
+        link.emit(event)
+    if environment.rank == 0:
+        with writing_to(Path(job.model_path).parent, job.chosen_by):
+            export_model(state.evaluated_weights(), Path(job.model_path))
+    tested = progress.history[number].test if progress.history else {}
+    published = state.best_models.publish() if state.best_models else []
+    return progress.result(
+        state.parts["model"], state.digest(), state.tested or tested, chosen_epoch=chosen_epoch, kept=published
+    )

@@ -17,7 +17,7 @@ from flyte_ddp.engine.checkpoints.writer import make_whole_checkpoints
 from flyte_ddp.engine.collectives import all_reduce_flags, broadcast_value, gather_values
 from flyte_ddp.engine.contracts import Plan, StepFigures, Training
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
-from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.monitor.best_tracker import BestTracker
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
@@ -33,22 +33,16 @@ from flyte_ddp.engine.sums import Sums
 from flyte_ddp.engine.torch_compat import norms
 from flyte_ddp.engine.virtual_ranks.rules import uneven_parts
 from flyte_ddp.errors import InputError, NonFiniteError, StopRequested
-from flyte_ddp.events import EpochChosen, EpochFinished, Event, forward_to_all
+from flyte_ddp.events import EpochFinished, Event, forward_to_all
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.model_files.frozen_base import add_module_versions
 from flyte_ddp.random_numbers import Use, derive_key
-from flyte_ddp.whole_files import writing_to
 
 DRIFTED = (
     "the ranks have other weights than one another, and those of rank 0 are returned: change them alike on all ranks, "
     "by gradients of what loop.wrap has returned, or from the same random numbers"
 )
-UNMEASURED = (
-    "the loop has returned within an epoch, so no measures are those of the weights that it returns: call "
-    "loop.evaluated before, also where the epoch is left early"
-)
-
 HIGHEST, LOWEST = "highest", "lowest"
 
 
@@ -391,7 +385,7 @@ class LoopState(Training):
             train_seconds=progress.seconds,
             evaluate_seconds=progress.seconds_since_steps(),
             fraction=progress.step / self.steps,
-            digest=self._digest(),
+            digest=self.digest(),
         )
         progress.evaluated(finished, [name for name, value in self.evaluated.items() if not math.isfinite(value)])
         self.compare_between_ranks()
@@ -451,66 +445,6 @@ class LoopState(Training):
         """Let rank 0 write the weights; raises OSError there alone."""
         if self._environment.rank == 0:
             export_model(weights, path)
-
-    def finish(self) -> TrainingResult:
-        """Write the weights and return the result, once the user's function has returned; a collective.
-
-        Rank 0 writes the weights to job.model_path. If the function has left the loop over the epochs early, the epoch
-        under way is ended if it was evaluated; if not, its last step is ended. The best epoch's weights are then
-        loaded, if one is chosen. A checkpoint that has waited is written.
-
-        Returns:
-            The result as this rank knows it. Its test measures are those of an evaluation after the last epoch, or else
-            of the epoch whose weights are returned.
-
-        Raises:
-            InputError: The function has not called loop.epochs, an evaluation lacks the headline, or the weights cannot
-                be written. In the last case rank 0 alone raises it.
-            NonFiniteError: A measure of a step was not finite.
-        """
-        progress = self.progress
-        if not progress.started:
-            raise InputError(f"{self._job.recipe} must train in `for epoch in loop.epochs():`, and has not called it")
-        if self.evaluated:  # the loop over the epochs was left
-            self.end_epoch(is_left=True)
-        elif progress.step or self.logged:
-            if self.logged:
-                self.end_step(is_left=True)
-            progress.check_steps(self)
-            if not (self.best_tracker and self.best_tracker.best >= 0):
-                progress.warn_once(UNMEASURED)
-        if progress.owes_checkpoint:
-            progress.save(self, is_last=True)
-        progress.close()
-        tracker = self.best_tracker
-        number = len(progress.history) - 1
-        if tracker and not self.is_over and progress.history:  # the loop over the epochs was left
-            self.load_best_epoch()
-        chosen_epoch = None
-        if tracker and tracker.best >= 0:
-            number = chosen_epoch = tracker.best
-        if progress.history and (tracker or self.tested):
-            self._link.emit(self._chosen(progress.history[number]))
-        if self._environment.rank == 0:
-            with writing_to(Path(self._job.model_path).parent, self._job.chosen_by):
-                export_model(self.evaluated_weights(), Path(self._job.model_path))
-        tested = progress.history[number].test if progress.history else {}
-        published = self.best_models.publish() if self.best_models else []
-        return progress.result(
-            self.parts["model"], self._digest(), self.tested or tested, chosen_epoch=chosen_epoch, kept=published
-        )
-
-    def _chosen(self, finished: EpochFinished) -> EpochChosen:
-        """Return the event that says which epoch's weights are returned, with their test measures if any."""
-        return EpochChosen(
-            epoch=finished.epoch,
-            epochs=self.progress.epoch,
-            measures=self.tested,
-            stopped_early=self.progress.epoch < self._job.settings.epochs,
-            seconds=0.0,
-            is_best=self.best_tracker is not None and self.best_tracker.best >= 0,
-            fraction=finished.fraction,
-        )
 
     # --- the state ---
 
@@ -574,5 +508,6 @@ class LoopState(Training):
         number = self.progress.step + 1
         return number % self._job.settings.log_interval == 0 or number == self.steps
 
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """Return the digest of the network's weights, 16 hex digits; a collective."""
         return weights_digest(self.parts["model"].state_dict(), device=self.device)
