@@ -68,7 +68,7 @@ def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, li
     started = time.perf_counter()
     if tracker and tracker.weights is not None:
         state.load_weights(state.evaluated, tracker.weights)
-    chosen = state.progress.history[tracker.chosen(len(state.progress.history) - 1) if tracker else -1]
+    chosen = state.progress.history[tracker.best if tracker else -1]  # without a best one, best is -1
     evaluated = evaluate(state, test, link)
     evaluated.check_loss("test", chosen.position)
     step = round(chosen.fraction * len(state.train))

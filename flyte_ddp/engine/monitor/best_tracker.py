@@ -78,14 +78,6 @@ class BestTracker:
             self.improved = score
             self.waited = 0
 
-    def chosen(self, last: int) -> int:
-        """Return the number of the evaluation whose weights training returns: the best one.
-
-        Args:
-            last: the number of the last evaluation, which is returned if the measure has never been finite.
-        """
-        return last if self.weights is None else self.best
-
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in STATE}
 

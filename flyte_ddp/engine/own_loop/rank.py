@@ -144,12 +144,10 @@ def finish(state: LoopState, environment: Environment, link: Link, job: Job) -> 
         progress.save(state, is_last=True)
     progress.close()
     tracker = state.best_tracker
-    number = len(progress.history) - 1
+    number = tracker.best if tracker else -1  # without a best epoch the last one
     if tracker and not state.is_over and progress.history:  # the loop over the epochs was left
         state.load_best_epoch()
-    chosen_epoch = None
-    if tracker and tracker.best >= 0:
-        number = chosen_epoch = tracker.best
+    chosen_epoch = number if number >= 0 else None
     if progress.history and (tracker or state.tested):
         chosen = progress.history[number]
         event = EpochChosen(
