@@ -351,15 +351,9 @@ class TrainingState(Training):
         return [name for name, _ in named], [gradient for _, gradient in named]
 
     def measures(self, pairs: Sequence[float]) -> dict[str, float]:
-        """Return the measures to report, by name.
-
-        Args:
-            pairs: the sum of values and the sum of weights of each measure, alternating.
-        """
         return compute_ratios(self.recipe, self.names, pairs)
 
     def samples(self, sums: Sums) -> int:
-        """Return how many samples the epoch's steps up to these sums have had."""
         return self.train.samples_until(sums.steps)
 
     def figures(self) -> StepFigures:

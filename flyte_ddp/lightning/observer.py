@@ -262,7 +262,6 @@ class RankObserver(Checkpoint, Training):
         return {**self._validation.trained(), "loss": loss / weight if weight else math.nan}
 
     def samples(self, sums: Sums) -> int:
-        """Return how many samples the epoch's steps up to these sums have had."""
         return round(sums.pairs[2])
 
     def figures(self) -> StepFigures:

@@ -317,7 +317,6 @@ class LoopState(Training):
         return {name: value / weight for name, value, weight in sums_and_weights if weight}
 
     def samples(self, sums: Sums) -> int:
-        """Return how many samples the epoch's steps up to these sums have had."""
         return sums.steps * self._job.settings.batch_size
 
     def figures(self) -> StepFigures:
