@@ -420,6 +420,16 @@ def leaves_the_steps_on_the_first_rank(loop: Loop):
         evaluate(loop, model, tests)
 
 
+def returns_on_the_last_rank(loop: Loop):
+    model, batches, tests, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            if loop.rank:
+                return
+        evaluate(loop, model, tests)
+
+
 def averages_over_the_training_batches(loop: Loop):
     model, batches, tests, optimizer = linear(loop)
     for _ in loop.epochs():

@@ -27,10 +27,10 @@ OF_SEVERAL_RANKS = {
     "evaluates_more_on_the_first_rank", "evaluates_on_the_first_rank_alone",
     "logs_more_on_the_last_rank", "skips_a_step_on_the_last_rank",
     "repeats_a_closure_on_the_first_rank", "leaves_the_steps_on_the_first_rank", "starts_the_ranks", "ends_the_ranks",
-    "unfreezes_what_was_wrapped", "averages_over_the_training_batches",
+    "returns_on_the_last_rank", "unfreezes_what_was_wrapped", "averages_over_the_training_batches",
 }  # fmt: skip
 # Mistakes that show only once the loop has returned
-WITHOUT_LINE = {"trains_without_a_loop", "ends_the_ranks", "takes_nothing"}
+WITHOUT_LINE = {"trains_without_a_loop", "ends_the_ranks", "takes_nothing", "returns_on_the_last_rank"}
 SMALL = {"keep_checkpoint": False, "batch_size": 12, "epochs": 2, "log_interval": 1}  # seven steps an epoch
 
 
@@ -402,6 +402,7 @@ def test_a_buffer_that_gets_its_shape_from_the_first_batch_may_stay_if_it_can_be
         ("skips_a_step_on_the_last_rank", r"after 2 steps of epoch 1 rank 0 computes gradients and rank 1 ends the st"),
         ("repeats_a_closure_on_the_first_rank", r"after 0 steps of epoch 1 rank 0 computes gradients and rank 1 ends"),
         ("leaves_the_steps_on_the_first_rank", r"rank 0 calls loop.evaluated and rank 1 ends the step: let each comp"),
+        ("returns_on_the_last_rank", r"after 0 steps of epoch 1 rank 0 ends the step and rank 1 has returned: let"),
         (
             "averages_over_the_training_batches",
             r"within `for epoch in loop.epochs\(\):`; to pass over the data without training.*loop.evaluation\(data\)",

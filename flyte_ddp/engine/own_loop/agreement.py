@@ -19,6 +19,7 @@ class Call(Enum):
     BATCH = "is in an evaluation"
     EVALUATED = "calls loop.evaluated"
     EPOCH_END = "ends the epoch"
+    END = "has returned"
 
 
 def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
@@ -26,7 +27,7 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
 
     Ranks that differ would otherwise hang, or gloo would abort the process. Nothing is checked with a single rank.
     Under NCCL nothing is checked within a step (BACKWARD and STEP_END), because the host would have to wait for the
-    device.
+    device, nor at the END, at which another rank may be within a step.
 
     While another rank is in an evaluation (BATCH), a rank with any other call waits here until that rank has left it.
 
@@ -43,8 +44,8 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
     Raises:
         InputError: Ranks do different things, and none is in an evaluation. All ranks raise it.
     """
-    is_in_step = call in (Call.BACKWARD, Call.STEP_END)
-    if distributed.get_world_size() == 1 or (is_in_step and distributed.get_backend() != "gloo"):
+    is_beside_step = call in (Call.BACKWARD, Call.STEP_END, Call.END)
+    if distributed.get_world_size() == 1 or (is_beside_step and distributed.get_backend() != "gloo"):
         return True
     number = [*Call].index(call)
     while True:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from flyte_ddp.engine.batches.block_cache import BlockCache
 from flyte_ddp.engine.code_location import find_line
 from flyte_ddp.engine.job import Job, TrainingResult
+from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.loop import Loop
 from flyte_ddp.engine.own_loop.state import LoopState
 from flyte_ddp.engine.own_loop.unsaved import Unsaved
@@ -94,6 +95,7 @@ def run(
                 function(Loop(environment, state, link, job, cache))
                 if not distributed.is_initialized():
                     raise InputError(f"leave out torch.distributed.destroy_process_group: {ALREADY}")
+                state.agree(Call.END)
                 return finish(state, environment, link, job)
         except InputError as error:
             raise InputError(f"{find_line(error)}{error.message}") from error
