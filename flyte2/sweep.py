@@ -9,7 +9,7 @@ from flyte.io import Dir, File
 
 from flyte2.mnist import preparation, prepare, train, training
 from flyte_ddp.code.code_version import code_version
-from flyte_ddp.flyte2.environment import training_arguments, workflow_environment
+from flyte_ddp.flyte2.environment import cached, workflow_environment
 from flyte_ddp.flyte2.prepare import resolve_dataset
 from flyte_ddp.flyte2.train import TrainingOutputs, image_training
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -19,6 +19,7 @@ from flyte_ddp.sweep.halving import VALIDATION_FRACTION, Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep
 
 trials = image_training.environment("sweep_trials")
+code = f"{image_training.code.version} {code_version('flyte_ddp.sweep.flyte2')}"
 workflow = workflow_environment("sweep", preparation, training, trials)
 
 
@@ -39,7 +40,7 @@ class SweepOutputs:
     training: TrainingOutputs
 
 
-@trials.task(**training_arguments(f"{image_training.code.version} {code_version('flyte_ddp.sweep.flyte2')}"))
+@trials.task(**image_training.arguments(cache=cached(code, ["options"], ["torch"])))
 async def train_trial(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
     """Train without the held-out images, and measure on these."""
     return try_out(entrant, data, options)

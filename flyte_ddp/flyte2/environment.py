@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast
 
 import flyte
@@ -18,12 +17,12 @@ import flyte
 import flyte_ddp
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.avoided import exclude_nodes, set_node_variable
-from flyte_ddp.attempt.registration import SECRETS, registration
+from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.requested import Size, pod_environment, registered_environment
 from flyte_ddp.code.code_version import hash_of_body, hash_parts, is_installed, with_installed
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.inputs import set_up_flyte
-from flyte_ddp.launch.grace import POD_VARIABLE, USUAL_SECONDS
+from flyte_ddp.launch.grace import USUAL_SECONDS
 
 # Accelerators whose names here differ from flytekit's, which the registration has
 ACCELERATORS: dict[str, Any] = {"L40S": "L40s", "A100_80GB": "A100_80G", "L4_VWS": "L4"}
@@ -49,12 +48,12 @@ def workflow_environment(
             secret are left out.
     """
     set_up_flyte()
-    return _environment(
-        name, requested.small_size(), registered_environment(), depends_on=[*called], secrets=_secrets(secrets)
+    return make_environment(
+        name, requested.small_size(), registered_environment(), depends_on=[*called], secrets=find_secrets(secrets)
     )
 
 
-def _secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Secret] | None:
+def find_secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Secret] | None:
     """Return a task's own secrets, and after them the registered secrets of these variables; None if there are none.
 
     A secret of the task's own, a key or a flyte.Secret, replaces the registered secret of its variable. Raises
@@ -69,63 +68,11 @@ def _secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Sec
 
 def preparation_environment(name: str) -> flyte.TaskEnvironment:
     """Return the environment of tasks that download and prepare a dataset, or need torch but no ranks."""
-    return _environment(name, requested.preparation_size(), pod_environment())
-
-
-def training_environment(
-    name: str,
-    code: str,
-    files: Sequence[str] = (),
-    kind: Kind = flyte.TaskEnvironment,
-    variables: Mapping[str, str] = MappingProxyType({}),
-    most_gpus: int | None = None,
-    own: flyte.Resources | None = None,
-    secrets: OwnSecrets = (),
-    env_vars: Mapping[str, str] = MappingProxyType({}),
-    include: Sequence[str] = (),
-    **more: Any,
-) -> flyte.TaskEnvironment:
-    """Return the environment of tasks that train, from the registered settings and these changes.
-
-    Args:
-        name: the environment's name.
-        code: the version of the code that determines the result, which the pod checks.
-        files: files to ship in addition to the library's own.
-        kind: the class of the environment, from clustered().
-        variables: variables from clustered(). They replace registered ones of the same name.
-        most_gpus: the number of GPUs that the task can use at most; None means any number. The pod gets the registered
-            number if that is smaller. Ignored if `own` sets gpu.
-        own: resources. Each value that is not None replaces the registered one. CPUs, memory and disk that are neither
-            given nor registered follow from the number of GPUs.
-        secrets: secrets to add. Each replaces the registered secret that is put into the same variable.
-        env_vars: variables to add. Each replaces any other of the same name.
-        include: more files to ship.
-        more: other arguments of the environment, which replace the registered ones. A pod_template gets the registered
-            labels and annotations, and the registered grace if it sets none. The grace is the time from a SIGTERM until
-            the pod is killed.
-
-    Raises:
-        InputError: a registered secret is not named GROUP/KEY; or the pod template is the name of one in the cluster,
-            although labels or annotations are registered.
-    """
-    asked = registration()
-    gpus = requested.training_gpus(most_gpus) if own is None or own.gpu is None else _count_gpus(own)
-    template, grace = _with_grace(more.pop("pod_template", asked.pod_template))
-    given = {
-        **requested.training_environment(gpus, code),
-        **grace,
-        **requested.webhook_environment(),
-        **requested.avoidance_environment(asked.retries),
-    }
-    return _environment(
-        name, requested.training_size(gpus), {**given, **variables, **env_vars}, [*files, *include], kind, own,
-        secrets=_secrets(SECRETS, secrets), pod_template=_with_avoidance(template),
-        **{"interruptible": asked.interruptible, **more},
-    )  # fmt: skip
+    return make_environment(name, requested.preparation_size(), pod_environment())
 
 
 def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any]:
-    """Return arguments of training_environment for many nodes: a JobSet, each of whose pods runs torchrun.
+    """Return arguments of a training's environment() for many nodes: a JobSet, each of whose pods runs torchrun.
 
     The numbers of nodes and of ranks per node are the registered ones. If several numbers of nodes are registered, the
     JobSet has the largest; flyte_ddp.flyte2.sizes runs the task on smaller ones.
@@ -137,7 +84,7 @@ def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any
         rendezvous: torchrun's --rdzv-backend.
 
     Returns:
-        Keyword arguments of training_environment.
+        Keyword arguments of environment().
     """
     from flyte.clustered import ClusteredTaskEnvironment, ClusterFailurePolicy, TorchRun
 
@@ -157,7 +104,7 @@ def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any
     }
 
 
-def _environment(
+def make_environment(
     name: str,
     size: Size,
     variables: Mapping[str, str],
@@ -186,11 +133,11 @@ def _environment(
     """
     return kind(
         name=name, image=image, resources=resources(size, own), env_vars={**variables}, include=(*shipped(), *files),
-        pod_template=_labelled(pod_template), **more,
+        pod_template=labelled(pod_template), **more,
     )  # fmt: skip
 
 
-def _labelled(template: PodTemplate) -> PodTemplate:
+def labelled(template: PodTemplate) -> PodTemplate:
     """Return a pod template with the registered labels and annotations added; without any, the template as it is.
 
     The template's own labels and annotations win. The template is not changed. None becomes a new template.
@@ -212,7 +159,7 @@ def _labelled(template: PodTemplate) -> PodTemplate:
     return replace(mine, labels=labels, annotations=annotations)
 
 
-def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
+def with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
     """Return a pod template with a grace, and the environment variables that tell the pod its grace in seconds.
 
     The grace is the time from a SIGTERM until the pod is killed.
@@ -236,7 +183,7 @@ def _with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
     return mine, requested.grace_environment(own)
 
 
-def _with_avoidance(template: PodTemplate) -> PodTemplate:
+def with_avoidance(template: PodTemplate) -> PodTemplate:
     """Return the pod template of a training with what keeps its pods away from nodes, if that is registered.
 
     A copy of the template gets the affinity for avoid_hosts, and has Kubernetes tell the pod its node. A template in
@@ -258,11 +205,6 @@ def without_nodes(template: flyte.PodTemplate, nodes: Sequence[str]) -> flyte.Po
     mine = copy.deepcopy(template)
     exclude_nodes(mine.pod_spec, nodes)
     return mine
-
-
-def _count_gpus(own: flyte.Resources) -> int:
-    device = own.get_device()
-    return device.quantity if device else 0
 
 
 def resources(size: Size, own: flyte.Resources | None = None) -> flyte.Resources:
@@ -318,38 +260,3 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
     """
     version = with_installed(code, distributions)
     return CodeCache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
-
-
-def training_arguments(code: str, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a task that trains: cache, retries, live report and time limit.
-
-    The cache key has `code`, torch's version and the inputs that are not ignored. Retries and the time limit are the
-    registered ones.
-
-    Args:
-        code: the version of the code that decides the result.
-        ignored: names of the task's inputs that the cache ignores.
-        own: the user's own arguments of the task, which replace these. A pod_template gets the registered labels and
-            annotations, and the registered grace if it sets none. The grace is the time from a SIGTERM until the pod is
-            killed.
-
-    Raises:
-        InputError: the user's pod_template sets another grace than the environment, whose variables tell the pod its
-            grace; or it is the name of a template in the cluster, although labels or annotations are registered.
-    """
-    if "pod_template" in own:
-        template, grace = _with_grace(own["pod_template"])
-        expected = _with_grace(registration().pod_template)[1]
-        if grace != expected:
-            raise InputError(
-                f"a task's own pod_template must have the grace of its environment, {expected[POD_VARIABLE]} s, got "
-                f"{grace[POD_VARIABLE]} s: give the template to environment(pod_template=...) instead"
-            )
-        own["pod_template"] = _labelled(_with_avoidance(template))
-    return {
-        "cache": cached(code, ignored, ["torch"]),
-        "retries": flyte.RetryStrategy(registration().retries, PAUSES),
-        "report": True,
-        "timeout": flyte.Timeout(max_runtime=timedelta(seconds=registration().attempt_seconds)),
-        **own,
-    }

@@ -2,28 +2,43 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import flyte
 from flyte import storage
 from flyte.io import Dir, File
 
+from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
 from flyte_ddp.attempt.platform_training import ClassifierTraining, Training
+from flyte_ddp.attempt.registration import SECRETS, registration
 from flyte_ddp.attempt.summaries import TrainingSummary
 from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.attempt.webhook import notifying_webhook
 from flyte_ddp.data.description import StoredData
+from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2 import handover, platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, downloaded_once, output_file, output_folder
-from flyte_ddp.flyte2.environment import training_arguments, training_environment
+from flyte_ddp.flyte2.environment import (
+    PAUSES,
+    OwnSecrets,
+    cached,
+    find_secrets,
+    labelled,
+    make_environment,
+    with_avoidance,
+    with_grace,
+)
 from flyte_ddp.flyte2.inputs import set_up_flyte
 from flyte_ddp.launch.environment import is_first_rank
 from flyte_ddp.launch.failures import Failure
+from flyte_ddp.launch.grace import POD_VARIABLE
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 Data: TypeAlias = File | Dir | None
@@ -44,30 +59,66 @@ class Flyte2Training(Training[Data, Outputs]):
     own_errors = staticmethod(one_attempt)
 
     def environment(
-        self, name: str, most_gpus: int | None = None, resources: flyte.Resources | None = None, **more: Any
+        self,
+        name: str,
+        most_gpus: int | None = None,
+        resources: flyte.Resources | None = None,
+        secrets: OwnSecrets = (),
+        env_vars: Mapping[str, str] = MappingProxyType({}),
+        include: Sequence[str] = (),
+        **more: Any,
     ) -> flyte.TaskEnvironment:
         """Patch Flyte's SDK, and return the environment of the task, with the recipe's and the observers' files.
 
-        Call it at the top level of the file with the task.
+        Call it at the top level of the file with the task. The pod checks that its code is the recipe's.
 
         Args:
             name: the environment's name.
-            most_gpus: the number of GPUs that the task can use: 1 for a task that predicts; None means any number.
-            resources: your own resources. Each value that is not None replaces the registered one.
-            more: the arguments from clustered(), for many nodes, and your own of flyte.TaskEnvironment. secrets=,
-                env_vars=, include= and a pod_template's labels and annotations are added to the registered ones.
-                Others, such as interruptible=, replace them.
+            most_gpus: the number of GPUs that the task can use: 1 for a task that predicts; None means any number. The
+                pod gets the registered number if that is smaller. Ignored if `resources` sets gpu.
+            resources: your own resources. Each value that is not None replaces the registered one. CPUs, memory and
+                disk that are neither given nor registered follow from the number of GPUs.
+            secrets: secrets to add. Each replaces the registered secret that is put into the same variable.
+            env_vars: variables to add. Each replaces any other of the same name.
+            include: more files to ship.
+            more: the arguments from clustered(), for many nodes, and your own of flyte.TaskEnvironment. A pod_template
+                gets the registered labels and annotations, and the registered grace if it sets none. The grace is the
+                time from a SIGTERM until the pod is killed. Others, such as interruptible=, replace the registered
+                ones.
+
+        Raises:
+            InputError: a registered secret is not named GROUP/KEY; or the pod template is the name of one in the
+                cluster, although labels or annotations are registered.
         """
         set_up_flyte()
+        asked = registration()
         files = {*self.code.files}
         for observer in self.observers:
             files |= {*observer.files}
-        return training_environment(name, self.code.version, sorted(files), most_gpus=most_gpus, own=resources, **more)
+        gpus = requested.training_gpus(most_gpus)
+        if resources and resources.gpu is not None:
+            device = resources.get_device()
+            gpus = device.quantity if device else 0
+        template, grace = with_grace(more.pop("pod_template", asked.pod_template))
+        variables = {
+            **requested.training_environment(gpus, self.code.version),
+            **grace,
+            **requested.webhook_environment(),
+            **requested.avoidance_environment(asked.retries),
+            **more.pop("variables", {}),
+            **env_vars,
+        }
+        return make_environment(
+            name, requested.training_size(gpus), variables, [*sorted(files), *include], own=resources,
+            secrets=find_secrets(SECRETS, secrets), pod_template=with_avoidance(template),
+            **{"interruptible": asked.interruptible, **more},
+        )  # fmt: skip
 
     def arguments(self, ignored: Sequence[str] = ("options",), **own: Any) -> dict[str, Any]:
         """Return the keyword arguments of the task that trains or predicts: cache, retries, live report and time limit.
 
-        The cache key has the version of the recipe's code, torch's version and the inputs that are not ignored.
+        The cache key has the version of the recipe's code, torch's version and the inputs that are not ignored. Retries
+        and the time limit are the registered ones.
 
         Args:
             ignored: names of the task's inputs that the cache ignores.
@@ -75,11 +126,27 @@ class Flyte2Training(Training[Data, Outputs]):
                 annotations, and the registered grace if it sets none.
 
         Raises:
-            InputError: Your pod_template sets another grace than the environment has; give the template to
-                environment() instead. Or your pod_template is the name of one in the cluster, although labels or
-                annotations are registered.
+            InputError: Your pod_template sets another grace than the environment, whose variables tell the pod its
+                grace; give the template to environment() instead. Or your pod_template is the name of one in the
+                cluster, although labels or annotations are registered.
         """
-        return training_arguments(f"{self.code.name} {self.code.version}", ignored, **own)
+        if "pod_template" in own:
+            template, grace = with_grace(own["pod_template"])
+            expected = with_grace(registration().pod_template)[1]
+            if grace != expected:
+                raise InputError(
+                    "a task's own pod_template must have the grace of its environment, "
+                    f"{expected[POD_VARIABLE]} s, got {grace[POD_VARIABLE]} s: give the template to "
+                    "environment(pod_template=...) instead"
+                )
+            own["pod_template"] = labelled(with_avoidance(template))
+        return {
+            "cache": cached(f"{self.code.name} {self.code.version}", ignored, ["torch"]),
+            "retries": flyte.RetryStrategy(registration().retries, PAUSES),
+            "report": True,
+            "timeout": flyte.Timeout(max_runtime=timedelta(seconds=registration().attempt_seconds)),
+            **own,
+        }
 
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None

@@ -22,10 +22,11 @@ from flyte2 import mnist
 from flyte_ddp.attempt import requested
 from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.code.code_version import with_installed
-from flyte_ddp.flyte2.environment import cached, resources, training_environment
+from flyte_ddp.flyte2.environment import cached, resources
 from flyte_ddp.flyte2.flyte_compat import local_cache
 from flyte_ddp.flyte2.inputs import forget_lost_results
 from flyte_ddp.flyte2.recipe import RecipeTraining
+from flyte_ddp.flyte2.train import image_training
 from tests.commands import ROOT
 
 
@@ -91,14 +92,14 @@ def test_a_pod_gets_what_is_registered(monkeypatch):
     monkeypatch.setenv("DDP_ACCELERATOR", "A100_80GB")
     monkeypatch.setenv("DDP_TRAINING_DISK", "5Gi:20Gi")
     monkeypatch.setenv("DDP_WANDB_SECRET", "wandb/key")
-    environment: Any = training_environment("trains", "0123")
+    environment: Any = image_training.environment("trains")
     asked: Any = get_proto_resources(environment.resources)
     amounts = {Proto.ResourceName.Name(entry.name): entry.value for entry in [*asked.requests, *asked.limits]}
     assert amounts == {"CPU": "8", "MEMORY": "32Gi", "GPU": "4", "EPHEMERAL_STORAGE": "20Gi"}
     kind: Any = get_proto_extended_resources(environment.resources)
     assert kind.gpu_accelerator.device == "nvidia-a100-80gb"
     assert environment.env_vars["DDP_POD_GPUS"] == "4"
-    assert environment.env_vars["DDP_TRAINING_CODE"] == "0123"
+    assert environment.env_vars["DDP_TRAINING_CODE"] == IMAGE_CLASSIFIER.version
     (secret,) = environment.secrets
     assert (secret.group, secret.key, secret.as_env_var) == ("wandb", "key", "WANDB_API_KEY")
 

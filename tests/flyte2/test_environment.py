@@ -16,7 +16,7 @@ from flyte.models import SerializationContext
 from flyte.syncify import syncify
 
 from flyte_ddp.errors import InputError
-from flyte_ddp.flyte2.environment import clustered, preparation_environment, training_environment
+from flyte_ddp.flyte2.environment import clustered, preparation_environment
 from flyte_ddp.flyte2.train import image_training
 from scripts.dry_run import describe_task
 from tests.commands import ROOT
@@ -36,7 +36,7 @@ def written(monkeypatch):
     def write(**variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        for environment in (training_environment("training", "code"), preparation_environment("preparing")):
+        for environment in (image_training.environment("training"), preparation_environment("preparing")):
 
             @environment.task
             async def work() -> None: ...
@@ -94,7 +94,7 @@ def registered(monkeypatch):
 @pytest.mark.parametrize("nodes", [{}, clustered()])
 def test_a_training_may_have_its_own_pod_beside_what_is_registered(registered, nodes):
     grace = flyte.PodTemplate(labels={"team": "text"}).with_termination_grace_period(120)
-    secrets = ["hub-token", flyte.Secret("key", "mine", as_env_var="WANDB_API_KEY")]
+    secrets: Any = ["hub-token", flyte.Secret("key", "mine", as_env_var="WANDB_API_KEY")]
     mine: Any = image_training.environment(
         "training", secrets=secrets, interruptible=False, pod_template=grace, env_vars={"MINE": "1"},
         image="mine:1", include=("more.txt",), service_account="trainer", **nodes,
