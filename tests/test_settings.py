@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import click
 import msgpack
 import numpy as np
 import pytest
@@ -114,9 +113,8 @@ def test_a_field_without_a_default_must_be_given():
     assert [described[name] for name in ("width", "depth", "name")] == [
         "of the hidden layer. [default: 8]", "[required]", "[required]",
     ]  # fmt: skip
-    options = [click.Option(["--hp"])]
-    assert _hint("--width", options, lambda kind: Required) == "width is a field of --hp: --hp '{\"width\": 8}'"
-    assert _hint("--depth", options, lambda kind: Required).endswith("--hp '{\"depth\": VALUE}'")
+    assert _hint("--width", {"--hp": Required}) == "width is a field of --hp: --hp '{\"width\": 8}'"
+    assert _hint("--depth", {"--hp": Required}).endswith("--hp '{\"depth\": VALUE}'")
 
 
 def test_defaults_of_another_base_leave_the_rules_too_and_other_metadata_are_no_rules():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
@@ -10,77 +10,66 @@ import click
 from flyte_ddp.fields import Settings, describe_fields, find_default
 
 
-def explain_unknown_options(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Make commands say where an unknown option belongs: --epochs is a field of --hp. A second call does no harm.
+def explain_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
+    """Patch click so that commands explain settings. A second call replaces the first patch.
 
-    This patches click, because flytekit and flyte make their commands themselves, and have no hook for it.
-
-    Args:
-        kind_of: returns the Python type that an option is converted to, or anything else if there is none.
-    """
-    original = getattr(click.NoSuchOption.__init__, "original", click.NoSuchOption.__init__)
-
-    def init(
-        self: click.NoSuchOption,
-        option_name: str,
-        message: str | None = None,
-        possibilities: Iterable[str] | None = None,
-        ctx: click.Context | None = None,
-    ) -> None:
-        original(self, option_name, message, possibilities, ctx)
-        hint = _hint(option_name, ctx.command.params, kind_of) if ctx else ""
-        if hint:
-            self.message = f"{self.message} {hint}"  # type: ignore[misc]
-            self.possibilities = None  # type: ignore[misc]
-
-    init.original = original  # type: ignore[attr-defined]
-    click.NoSuchOption.__init__ = init  # type: ignore[method-assign]
-
-
-def describe_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Patch click so that the help of an option shows one line per setting instead of a JSON schema.
-
-    The patch replaces click.Option.__init__, because flytekit and flyte make these options themselves. It changes only
-    options whose type is a Settings class. A second call replaces the first patch.
+    The help of an option whose type is a Settings class shows one line per setting instead of a JSON schema. The
+    message about an unknown option says where it belongs: --epochs is a field of --hp. flytekit and flyte make their
+    commands and options themselves, and have no hook for either.
 
     Args:
-        kind_of: returns the Python type that an option is converted to. Any other value leaves the option
-            unchanged.
+        kind_of: returns the Python type that an option is converted to. Any other value leaves the option unchanged.
     """
-    original = getattr(click.Option.__init__, "original", click.Option.__init__)
+    make = getattr(click.Option.__init__, "original", click.Option.__init__)
+    refuse = getattr(click.NoSuchOption.__init__, "original", click.NoSuchOption.__init__)
+
+    def find_settings(option: click.ParamType) -> type[Settings] | None:
+        kind = kind_of(option)
+        return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
 
     def init(self: click.Option, *arguments: Any, **named: Any) -> None:
-        original(self, *arguments, **named)
-        kind = kind_of(self.type)
-        if isinstance(kind, type) and issubclass(kind, Settings):
+        make(self, *arguments, **named)
+        if kind := find_settings(self.type):
             whole = (self.help or "").partition(": {")[0]  # the schema begins with ": {"
             # Some commands render this Markdown list; others show a line for each paragraph
             self.help = "\n\n".join([whole, *(f"- {name}: {text}" for name, text in describe_fields(kind).items())])
             self.metavar = "JSON"
             self.show_default = False
 
-    init.original = original  # type: ignore[attr-defined]
+    def init_error(
+        self: click.NoSuchOption,
+        option_name: str,
+        message: str | None = None,
+        possibilities: Iterable[str] | None = None,
+        ctx: click.Context | None = None,
+    ) -> None:
+        refuse(self, option_name, message, possibilities, ctx)
+        kinds = {one.opts[0]: find_settings(one.type) for one in ctx.command.params} if ctx else {}
+        hint = _hint(option_name, {option: kind for option, kind in kinds.items() if kind})
+        if hint:
+            self.message = f"{self.message} {hint}"  # type: ignore[misc]
+            self.possibilities = None  # type: ignore[misc]
+
+    init.original = make  # type: ignore[attr-defined]
+    init_error.original = refuse  # type: ignore[attr-defined]
     click.Option.__init__ = init  # type: ignore[method-assign]
+    click.NoSuchOption.__init__ = init_error  # type: ignore[method-assign]
 
 
-def _hint(option: str, parameters: Iterable[click.Parameter], kind_of: Callable[[click.ParamType], Any]) -> str:
+def _hint(option: str, kinds: Mapping[str, type[Settings]]) -> str:
     """Return a hint if an unknown option is a field of one of the command's settings; otherwise "".
 
     For --batch-size, the hint says that batch_size is a field of --hp, and gives an example: --hp '{"batch_size": 64}'.
 
     Args:
         option: the option as typed.
-        parameters: the parameters of the command.
-        kind_of: returns the Python type that a parameter of this click type is converted to, or anything else if there
-            is none.
+        kinds: the classes of the command's settings, by option.
     """
     name = option.lstrip("-").replace("-", "_")
-    for parameter in parameters:
-        kind = kind_of(parameter.type)
-        if isinstance(kind, type) and issubclass(kind, Settings):
-            fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-            if name in fields:
-                default = find_default(fields[name])
-                value = "VALUE" if default is dataclasses.MISSING else json.dumps(default)
-                return f"{name} is a field of {parameter.opts[0]}: {parameter.opts[0]} '{{\"{name}\": {value}}}'"
+    for settings, kind in kinds.items():
+        fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        if name in fields:
+            default = find_default(fields[name])
+            value = "VALUE" if default is dataclasses.MISSING else json.dumps(default)
+            return f"{name} is a field of {settings}: {settings} '{{\"{name}\": {value}}}'"
     return ""

@@ -10,7 +10,7 @@ import msgpack
 from flytekit.models.literals import Literal
 
 import flyte_ddp
-from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
+from flyte_ddp.attempt.options import explain_settings
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.code.user_code import loaded_files
 from flyte_ddp.errors import ReportedError
@@ -33,8 +33,7 @@ def set_up_pyflyte() -> None:
     refuse_shim()
     show_output()
     read_json_inputs(Settings, read_settings)
-    explain_unknown_options(get_python_type)
-    describe_settings(get_python_type)
+    explain_settings(get_python_type)
     explain_missing_paths()
     on_cache_hit(print_cached)
     ship_whole_package()

@@ -8,7 +8,7 @@ from flyteidl2.task.common_pb2 import Outputs
 
 from flyte_ddp.attempt.failures import attempt_error, to_failure
 from flyte_ddp.attempt.folders import local_paths
-from flyte_ddp.attempt.options import describe_settings, explain_unknown_options
+from flyte_ddp.attempt.options import explain_settings
 from flyte_ddp.errors import InputError
 from flyte_ddp.fields import Settings
 from flyte_ddp.flyte2 import platform
@@ -26,8 +26,7 @@ def set_up_flyte() -> None:
     """
     show_output()
     read_json_inputs(Settings, read_settings)
-    explain_unknown_options(get_python_type)
-    describe_settings(get_python_type)
+    explain_settings(get_python_type)
     refuse_inputs(InputError, lambda error: attempt_error(platform, to_failure(platform, error)))
     forget_lost_results()
     logging.getLogger("flyte").addFilter(should_log)
