@@ -124,7 +124,13 @@ def train(
         PreemptedError: the process has received a SIGTERM.
     """
     show_output()
-    code = find_checked_code(recipe, settings, options, data_files)
+    if not isinstance(settings, TrainingSettings):
+        raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
+    if not isinstance(options, RunOptions):
+        raise InputError(f"options must be an object of RunOptions, got {options!r}")
+    if not (isinstance(recipe, (str, type)) or isfunction(recipe)):
+        raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class or function itself, got {recipe!r}")
+    code = find_code(recipe if isinstance(recipe, str) else find_import_name(recipe), data_files)
     if not report and options.tracking not in ("auto", "off"):
         raise InputError(
             f"RunOptions.tracking must be auto or off without a report, got {options.tracking}: give train report=True"
@@ -150,32 +156,6 @@ def train(
     job = job_in(folder, subject, options)
     with locked_output(folder) if is_first_rank() else nullcontext():
         return run_in(folder, job, watching, on_event, report)
-
-
-def find_checked_code(recipe: Any, settings: Any, options: Any, data_files: Sequence[str]) -> UserCode:
-    """Check the arguments of train(), and find the code of the recipe.
-
-    Args:
-        recipe: a class or function, or its name "package.module:Name".
-        settings: a TrainingSettings.
-        options: a RunOptions.
-        data_files: files that the recipe reads, relative to the folder of its module. The version of the code covers
-            their content.
-
-    Returns:
-        The recipe's name, root folder, files and version.
-
-    Raises:
-        InputError: The recipe, settings or options have another type, ranks cannot import the recipe, or its code or a
-            data file is not found.
-    """
-    if not isinstance(settings, TrainingSettings):
-        raise InputError(f"settings must be an object of TrainingSettings or a subclass, got {settings!r}")
-    if not isinstance(options, RunOptions):
-        raise InputError(f"options must be an object of RunOptions, got {options!r}")
-    if not (isinstance(recipe, (str, type)) or isfunction(recipe)):
-        raise InputError(f"recipe must be a name such as {EXAMPLE}, or the class or function itself, got {recipe!r}")
-    return find_code(recipe if isinstance(recipe, str) else find_import_name(recipe), data_files)
 
 
 @contextmanager
