@@ -21,9 +21,9 @@ class BatchShare:
         size: the number of samples in the whole global batch.
         borrowed: whether the samples that the rank computes are another rank's.
         part: the part of the global batch: with virtual ranks the virtual rank's number, otherwise the rank's.
-        alone: whether this is a trial without the other ranks, which must leave no trace. gather_rows then returns the
-            rank's own rows.
-        stand_in: the function that gather_rows calls in place of the exchange, in trials and with virtual ranks.
+        alone: whether this is a trial without the other ranks, which must leave no trace. Recipe.all_gather then
+            returns the rank's own rows.
+        stand_in: the function that Recipe.all_gather calls in place of the exchange, in trials and with virtual ranks.
     """
 
     first: int = 0
@@ -39,29 +39,8 @@ class BatchShare:
         return rows[:0] if self.borrowed else rows
 
 
-def gather_rows(local: Tensor, share: BatchShare) -> Tensor:
-    """Gather the rows of the global batch from all ranks, with gradients, for a loss that needs the whole batch.
-
-    A collective: all ranks must call it, except when share.stand_in or share.alone is set.
-
-    Args:
-        local: (n, ...), this rank's rows. If share.borrowed is set, they belong to another rank and are not sent.
-        share: the rank's share of the global batch.
-
-    Returns:
-        (N, ...), the rows of the global batch, in its order. In the backward pass, the gradients of all ranks are added
-        up for each row. If share.stand_in is set, the result is share.stand_in(local); otherwise, if share.alone is
-        set, it is `local` itself.
-    """
-    if share.stand_in:
-        return share.stand_in(local)
-    if share.alone:
-        return local
-    return _GatherRows.apply(share.own(local), share.size)
-
-
-class _GatherRows(torch.autograd.Function):
-    """An all-gather with gradients.
+class GatherRows(torch.autograd.Function):
+    """An all-gather of the global batch's rows with gradients, which are added up over all ranks for each row.
 
     Each rank sends equally many rows; padding fills up ranks that have one row less.
     """
@@ -82,7 +61,7 @@ class _GatherRows(torch.autograd.Function):
 class _AddRows(torch.autograd.Function):
     """A reduce-scatter that adds up all ranks' rows and gives each rank its own rows of the sum.
 
-    _AddRows is the gradient of _GatherRows, and _GatherRows is the gradient of _AddRows.
+    _AddRows is the gradient of GatherRows, and GatherRows is the gradient of _AddRows.
     """
 
     @staticmethod
@@ -95,7 +74,7 @@ class _AddRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _GatherRows.apply(gradient, ctx.size), None, None
+        return GatherRows.apply(gradient, ctx.size), None, None
 
 
 def _bytes(rows: Tensor) -> Tensor:
@@ -111,7 +90,7 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 
 
 def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """Return how many rows each rank sends in gather_rows, and where each row of the batch is among the rows sent.
+    """Return how many rows each rank sends in a gather, and where each row of the batch is among the rows sent.
 
     All ranks send equally many rows, in the order of the ranks. A rank that has one row less adds a row of padding at
     its end, to which no index points.

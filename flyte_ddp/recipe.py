@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flyte_ddp import random_numbers
-from flyte_ddp.batch_share import BatchShare, gather_rows
+from flyte_ddp.batch_share import BatchShare, GatherRows
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.model_metadata import read_required_metadata
 from flyte_ddp.model_files.weights import REMEDY, load_weights
@@ -314,9 +314,13 @@ class Recipe:
                 f"all_gather() must be given a row for each of the {share.count} samples, got shape "
                 f"{tuple(local.shape)}: repeat what all samples share by expand()"
             )
-        if self.settings.virtual_ranks and not (share.stand_in or share.alone):
+        if share.stand_in:
+            return share.stand_in(local)
+        if share.alone:
+            return local
+        if self.settings.virtual_ranks:
             raise InputError(
                 "with virtual_ranks all_gather() must be called from the first step on, and in each, or it would see "
                 "the samples of one part alone: call it always, or set virtual_ranks to 0"
             )
-        return gather_rows(local, share)
+        return GatherRows.apply(share.own(local), share.size)

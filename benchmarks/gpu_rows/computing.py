@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_rows.row import Missing, expect
 from flyte_ddp import random_numbers
-from flyte_ddp.batch_share import BatchShare, gather_rows
+from flyte_ddp.batch_share import GatherRows
 from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
@@ -152,7 +152,7 @@ def exchanged(device: torch.device) -> str:
     kinds = torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32
     for kind in kinds:
         rows = torch.arange(30, device=device).view(10, 3).to(kind)
-        expect(torch.equal(gather_rows(rows, BatchShare(0, 10, 10)), rows), f"{kind}: all_gather() changes the rows")
+        expect(torch.equal(GatherRows.apply(rows, 10), rows), f"{kind}: all_gather() changes the rows")
         test = EvaluationBatches(Resident(torch.arange(10), device), 4, 0, 1, mixed=True)
         found, mine = torch.zeros(10, 3, dtype=kind), torch.cat([rows[batch.tree] for batch in test]).cpu()
         for samples, values in gather(mine, test, device):
