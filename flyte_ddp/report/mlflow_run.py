@@ -63,7 +63,6 @@ class MlflowRun(Tracker):
         self._reason = ""  # why the newest request failed
         self._waiting: deque[Any] = deque(maxlen=MOST_WAITING)
         self._tags: dict[str, Any] = {}
-        self._earlier: dict[str, int] = {}  # the last step of each group that earlier attempts have sent
         self._sent: dict[str, int] = {}  # the last step of each group that any attempt has sent
         self._lost = 0
         self._due = 0.0  # when the next request is to be sent
@@ -77,9 +76,6 @@ class MlflowRun(Tracker):
         self._send()
         if self._reason:
             say(f"MLflow is not available ({self._reason}); it is asked again every {RETRY_SECONDS:g} s")
-
-    def has_logged(self, group: str, step: int) -> bool:
-        return step <= self._earlier.get(group, -1)
 
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
         self._tags |= world
@@ -171,7 +167,7 @@ class MlflowRun(Tracker):
         for start in range(0, len(parameters), MOST_PARAMETERS):
             self._log(run_id, params=parameters[start:][:MOST_PARAMETERS])
         self._run_id = run_id
-        self._sent = self._earlier = json.loads(run.data.tags.get(STEPS, "{}"))
+        self._sent = self.earlier = json.loads(run.data.tags.get(STEPS, "{}"))
         new = (metric for metric in self._waiting if not self.has_logged(first_part(metric.key), metric.step))
         self._waiting = deque(new, MOST_WAITING)
         if self._address.startswith("http"):

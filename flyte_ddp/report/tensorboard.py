@@ -44,7 +44,6 @@ class TensorBoard(Tracker):
         self._summaries: Any = summary_pb2
         self._text: Any = text_pb
         self._step = 0
-        self._earlier: dict[str, int] = {}  # the last step of each group that is in the file
         file = events_file(self.info)
         file.parent.mkdir(parents=True, exist_ok=True)
         is_new = not (file.exists() and file.stat().st_size)
@@ -55,9 +54,6 @@ class TensorBoard(Tracker):
         if is_new:
             self._add(file_version="brain.Event:2")
             self._write([self._value("hyperparameters", _as_text(parameters))])
-
-    def has_logged(self, group: str, step: int) -> bool:
-        return step <= self._earlier.get(group, -1)
 
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
         self.summary({"world": world})
@@ -97,7 +93,7 @@ class TensorBoard(Tracker):
     def _read(self, file: Path) -> None:
         """Read the last step, and the last step of each group of values, from an earlier attempt's file.
 
-        They are stored in self._step and self._earlier. An incomplete record at the file's end, which a killed attempt
+        They are stored in self._step and self.earlier. An incomplete record at the file's end, which a killed attempt
         has left, is cut off.
         """
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -107,7 +103,7 @@ class TensorBoard(Tracker):
             whole += len(record) + RECORD_BYTES
             event = self._events.Event.FromString(record)
             self._step = event.step
-            self._earlier |= {first_part(value.tag): event.step for value in event.summary.value}
+            self.earlier |= {first_part(value.tag): event.step for value in event.summary.value}
         os.truncate(file, whole)
 
     def _write(self, values: list[Any]) -> None:

@@ -20,6 +20,7 @@ class Tracker:
         label: the tracker's name in messages.
         module: the module that the tracker needs, if the module is an extra.
         remedy: the message if that module is not installed.
+        earlier: the last step of each group of values that earlier attempts have logged; open() fills it in.
     """
 
     label: str
@@ -39,13 +40,14 @@ class Tracker:
             raise InputError(self.remedy)
         self.info = info
         self.on_url = on_url
+        self.earlier: dict[str, int] = {}
 
     def open(self, parameters: Mapping[str, Any]) -> None:
         """Find the run that an earlier attempt has begun, or begin one."""
 
     def has_logged(self, group: str, step: int) -> bool:
         """Return whether an earlier attempt has logged this step of a group; first_part returns a name's group."""
-        return False
+        return step <= self.earlier.get(group, -1)
 
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
         """Describe what an attempt runs on.

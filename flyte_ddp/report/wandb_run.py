@@ -67,11 +67,10 @@ class WandbRun(Tracker):
         elif mode == "online":
             say(f"Weights & Biases: {self._run.url}")
             self.on_url(self._run.url)
-        self._earlier: dict[str, Any] = dict(self._run.summary)  # the last value of each name in a resumed run
+        values = dict(self._run.summary).items()  # the last value of each name in a resumed run
+        axis = f"{AXIS}/"
+        self.earlier = {name.removeprefix(axis): int(step) for name, step in values if name.startswith(axis)}
         self._groups: set[str] = set()  # the groups whose axis W&B knows
-
-    def has_logged(self, group: str, step: int) -> bool:
-        return step <= int(self._earlier.get(f"{AXIS}/{group}", -1))
 
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
         """Add facts about the attempt to the run's config, and show the network's layers as wandb.watch would.
