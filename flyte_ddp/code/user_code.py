@@ -10,7 +10,7 @@ import os
 import symtable
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -20,6 +20,7 @@ from types import ModuleType
 
 from flyte_ddp.code.code_version import (
     LIBRARY,
+    Source,
     faults_named,
     find_parts,
     find_sources,
@@ -93,20 +94,16 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
     is_package = specs[-1].submodule_search_locations is not None
     root = str(Path(file).parents[module.count(".") + is_package])
     _check_defined(name, file)
-    sources = find_sources([module, *ranks], root)
+    return _make_code(name, os.path.dirname(file), root, find_sources([module, *ranks], root), data_files)
+
+
+def _make_code(name: str, folder: str, root: str, sources: Mapping[str, Source], data_files: Sequence[str]) -> UserCode:
+    """Return the code of a recipe or script from its sources, by module, and its data files, relative to `folder`.
+
+    Raises InputError for a data file that is not found, or lies outside of root.
+    """
     versions = {one: source.hash for one, source in sources.items()}
     files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
-    _add_data_files(name, os.path.dirname(file), root, data_files, files, versions)
-    return UserCode(name, root, tuple(sorted(files)), hash_parts(versions))
-
-
-def _add_data_files(
-    name: str, folder: str, root: str, data_files: Sequence[str], files: set[str], versions: dict[str, str]
-) -> None:
-    """Add the data files of a recipe or script to its files, and their hashes to its versions, which are changed.
-
-    Data files are relative to `folder`. Raises InputError for one that is not found, or lies outside of root.
-    """
     for one in _check_list("data_files", data_files):
         path = os.path.abspath(os.path.join(folder, one))
         if not os.path.isfile(path):
@@ -117,6 +114,7 @@ def _add_data_files(
             files.add(path)
             key = f"data file {Path(path).relative_to(root).as_posix()}"  # no module can have this name
             versions[key] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return UserCode(name, root, tuple(sorted(files)), hash_parts(versions))
 
 
 def find_script(script: str | Path, data_files: Sequence[str] = (), ranks: Sequence[str] = ()) -> UserCode:
@@ -159,11 +157,7 @@ def find_script(script: str | Path, data_files: Sequence[str] = (), ranks: Seque
         sources = find_sources([*ranks, *script_source.imports], root)
     finally:
         sys.path.remove(folder)
-    sources[name] = script_source
-    versions = {one: source.hash for one, source in sources.items()}
-    files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
-    _add_data_files(name, folder, root, data_files, files, versions)
-    return UserCode(name, root, tuple(sorted(files)), hash_parts(versions))
+    return _make_code(name, folder, root, {**sources, name: script_source}, data_files)
 
 
 def find_observers(names: Sequence[str]) -> list[UserCode]:
