@@ -180,17 +180,11 @@ def roll_back(place: Place, version: str) -> Pointer:
         ReportedError: the version is damaged. RecoverableError, which derives from this error, means that the storage
             fails.
     """
-    try:
-        before = [place.read().version]
-    except RecoverableError:
-        raise
-    except ReportedError:  # a roll-back mends such a place
-        before = []
     pointer = place.roll_back(version)
     names = []
-    for one in (*before, version):
+    for change in pointer.history[-2:]:  # the version before, and this one
         try:
-            names.append(place.facts(one).get("registered_model") if one else "")
+            names.append(place.facts(change.name).get("registered_model"))
         except RecoverableError:
             raise
         except ReportedError:  # a damaged version
