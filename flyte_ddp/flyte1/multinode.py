@@ -6,7 +6,6 @@
 from typing import Any
 
 from flytekit.extend import IgnoreOutputs, TaskPlugins
-from flytekit.types.file import FlyteFile
 from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from torch.distributed import DistError
@@ -98,14 +97,3 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     return {**arguments, "task_config": nodes, "environment": environment}
-
-
-def picklable(outputs: Any) -> Any:
-    """Return a training's outputs in a form that Flyte's plugin can pickle.
-
-    model_state becomes a FlyteFile with the same path. PythonPickledFile cannot be pickled, because flytekit creates
-    the class on use. Outputs without a model_state, such as None, are returned as they are.
-    """
-    if not hasattr(outputs, "model_state"):  # a script's, or None
-        return outputs
-    return outputs._replace(model_state=FlyteFile(outputs.model_state.path))

@@ -68,9 +68,11 @@ class FlytekitTraining(Training[Data, Outputs]):
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
     ) -> Outputs:  # as its base says, in a task whose arguments come from multinode
-        from flyte_ddp.flyte1.multinode import picklable  # imports torch
-
-        return picklable(super().run_as_rank(settings, options, data, init))
+        outputs: Any = super().run_as_rank(settings, options, data, init)
+        if not hasattr(outputs, "model_state"):  # a script's, or None
+            return outputs
+        # Flyte's plugin pickles the outputs. PythonPickledFile cannot be pickled: flytekit creates the class on use
+        return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
 
 
 def make_common_outputs(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
