@@ -35,23 +35,18 @@ def platform_errors(platform: Platform) -> Iterator[None]:
 def to_failure(platform: Platform, error: BaseException) -> Failure:
     """Return the failure that an error carries as its attribute `failure`, as the error of a rank does.
 
-    Any other error becomes a failure of this host, without a rank.
+    Any other error becomes a failure of this host, without a rank. An error of the platform's downloads, and on a
+    cluster a DataError, becomes that of a DownloadError, which is worth another attempt: another pod may get the input
+    whole.
     """
     carried: Failure | None = getattr(error, "failure", None)
-    return carried or from_exception(as_download_error(platform, error), None, host_name())
-
-
-def as_download_error(platform: Platform, error: BaseException) -> BaseException:
-    """Return (not raise) a DownloadError in place of an error of an input that another pod may get whole.
-
-    An error of the platform's downloads is replaced, and, on a cluster, a DataError: the input is damaged in this pod.
-    A DownloadError is worth another attempt. Any other error is returned as it is.
-    """
+    if carried:
+        return carried
     if isinstance(error, platform.download_errors):
-        return DownloadError(" ".join(str(error.args[0]).split()))
-    if isinstance(error, DataError) and not platform.is_local():
-        return DownloadError(f"{error.problem} in this pod: if each attempt ends so, run with --overwrite-cache")
-    return error
+        error = DownloadError(" ".join(str(error.args[0]).split()))
+    elif isinstance(error, DataError) and not platform.is_local():
+        error = DownloadError(f"{error.problem} in this pod: if each attempt ends so, run with --overwrite-cache")
+    return from_exception(error, None, host_name())
 
 
 def format_urls(platform: Platform) -> str:
