@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
-import torch
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -43,7 +43,7 @@ from flyte_ddp.launch.failures import (
     name_the_cause,
 )
 from flyte_ddp.launch.limits import memory_kills
-from flyte_ddp.launch.link import DirectLink, Link
+from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import process_group
 from flyte_ddp.launch.watchdog import under_watchdog
@@ -51,7 +51,6 @@ from flyte_ddp.report.console import show_output
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 BESIDE = ".failure"
-Train = Callable[[Environment, torch.device, Link, Job], TrainingResult]
 StartRank = Callable[[Environment, Job, Callable[[Event], None] | None], list[TrainingResult]]
 
 
@@ -135,16 +134,18 @@ def recording_failure(platform: Platform) -> Iterator[None]:
         raise
 
 
-def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train) -> list[TrainingResult]:
+def run_rank(
+    worker: str, environment: Environment, job: Job, on_event: Callable[[Event], None] | None
+) -> list[TrainingResult]:
     """Join the ranks' process group, train as this rank, and return the results of all ranks, by rank.
 
     A collective: all ranks must call it, and each one returns all results.
 
     Args:
+        worker: the name of the module whose function train trains as one rank.
         environment: this rank.
-        link: the link from this rank to the process's events and requests to stop.
         job: the training.
-        train: trains for (environment, device, link, job), and returns this rank's result.
+        on_event: takes the events of rank 0; None on other ranks.
 
     Raises:
         PreemptedError: A rank was asked to stop by SIGTERM.
@@ -153,10 +154,11 @@ def run_rank(environment: Environment, link: DirectLink, job: Job, train: Train)
             which is a subclass, is worth another attempt.
     """
     timeouts = Timeouts.of(job.options)
+    link = DirectLink(on_event)
 
     def work(store: Store) -> list[TrainingResult]:
         with process_group(environment, timeouts, store) as device:
-            return gather_values(train(environment, device, link, job))
+            return gather_values(import_module(worker).train(environment, device, link, job))
 
     try:
         return under_watchdog(work, link, environment, timeouts, [signal.SIGTERM])

@@ -1,6 +1,5 @@
 """A training on whatever platform runs it: all that happens around the ranks, from the fetched data to the figures."""
 
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,6 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import Environment, World, choose_world, visible_gpus
-from flyte_ddp.launch.link import DirectLink, Link
 from flyte_ddp.model_files.model_metadata import ModelMetadata
 from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -141,19 +139,11 @@ class Training(ABC, Generic[Given, Outputs]):
             on_event: takes the events of rank 0; None on other ranks.
 
         Raises:
-            PreemptedError: A rank was asked to stop by SIGTERM.
-            InputError: The training cannot be done as asked.
-            RankError: The training has failed for any other reason. A RecoverableRankError, which is a subclass, is
-                worth another attempt.
+            Exception: What multinode.run_rank raises.
         """
         from flyte_ddp.attempt.multinode import run_rank  # imports torch
 
-        def train(environment: Environment, device: Any, link: Link, job: Job) -> TrainingResult:
-            worker = pkgutil.resolve_name(self.worker.partition(":")[0])
-            result: TrainingResult = worker.train(environment, device, link, self.job_of_ranks(job))
-            return result
-
-        return run_rank(environment, DirectLink(on_event), job, train)
+        return run_rank(self.worker.partition(":")[0], environment, self.job_of_ranks(job), on_event)
 
     def own_errors(self) -> AbstractContextManager[None]:
         """Return a context manager that turns errors of its block into the platform's."""
