@@ -12,7 +12,7 @@ from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.errors import InputError
-from flyte_ddp.inference.shards import ModelFile, Row, ShardJob, write_rows
+from flyte_ddp.inference.shards import Row, ShardJob, write_rows
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.model_files.weights import load_weights
@@ -23,9 +23,14 @@ from flyte_ddp.whole_files import writing_to
 REMEDY = "use that of a training, and set the model and dataset of that training in options"
 
 
-def check_model(environment: Environment, link: Link, file: ModelFile) -> None:
-    """Raise InputError if the file does not have the weights of the network."""
-    load_weights(MODELS[file.model](file.image_shape, file.classes), file.path, remedy=REMEDY)
+def check_model(environment: Environment, link: Link, argument: tuple[str, str, str]) -> None:
+    """Raise InputError if a file does not have the weights of a network for a prepared dataset's images.
+
+    The argument has the path of the file, the network's name, and the dataset's folder.
+    """
+    path, name, data = argument
+    description = prepared.read_description(data)
+    load_weights(MODELS[name](description.image_shape, len(description.classes)), path, remedy=REMEDY)
 
 
 @torch.inference_mode()

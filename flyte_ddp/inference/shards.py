@@ -82,16 +82,6 @@ class ShardJob:
     output: str
 
 
-@dataclass(frozen=True)
-class ModelFile:
-    """A file that should contain the weights of a network for such images."""
-
-    path: str
-    model: str
-    image_shape: tuple[int, int, int]
-    classes: int
-
-
 class Row(NamedTuple):
     """The result for one image, as text.
 

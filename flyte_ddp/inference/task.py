@@ -29,7 +29,7 @@ from flyte_ddp.flyte1.platform import is_local, working_folder
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import preparation_resources, small_resources, training_resources, training_sizes
 from flyte_ddp.inference.gather import Listing
-from flyte_ddp.inference.shards import InferenceOptions, ModelFile, Shard, ShardJob
+from flyte_ddp.inference.shards import InferenceOptions, Shard, ShardJob
 from flyte_ddp.launch.environment import choose_world, visible_gpus
 from flyte_ddp.launch.launcher import run_alone
 from flyte_ddp.report.console import Console, say
@@ -126,8 +126,7 @@ def plan_shards(
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
     weights = Path(model_state.download())
-    asked = ModelFile(str(weights), options.model, description.image_shape, len(description.classes))
-    run_alone(INSPECTOR, asked, options.timeout_seconds, Console())
+    run_alone(INSPECTOR, (str(weights), options.model, data.download()), options.timeout_seconds, Console())
     listing = Listing.of(folder)
     decisive = {
         "weights": content_digest(weights),
