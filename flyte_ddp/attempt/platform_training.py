@@ -42,9 +42,16 @@ class Training(ABC, Generic[Given, Outputs]):
         preload: the modules that are imported by the process that ranks are forked from.
         is_script: whether ranks run a script. Then the training itself uploads what they save, and on many nodes one
             process of each node starts that node's ranks.
+        outputs: makes the task's outputs of their values by name.
+        output_file, output_folder, output_model: functions that return a file, a folder, or a file of weights on this
+            machine as an output. A folder may also have its URL in the storage.
     """
 
     platform: Platform
+    outputs: Callable[..., Outputs]
+    output_file: Any
+    output_folder: Any
+    output_model: Any
     worker = "flyte_ddp.engine.worker:run"
     preload: Sequence[str] = launcher.PRELOAD
     is_script = False
@@ -186,15 +193,23 @@ class Training(ABC, Generic[Given, Outputs]):
     def downloaded_once(file_or_folder: Any) -> Path | None:
         """Return a copy of the file or folder that all ranks of this host share."""
 
-    @abstractmethod
     def make_outputs(self, trained: Trained) -> Outputs:
-        """Return the task's outputs."""
+        """Return the task's outputs: a recipe's, unless a subclass overrides this."""
+        return self.outputs(
+            epoch_measures=trained.epoch_measures, summary=trained.recipe_summary(), **self.common_outputs(trained)
+        )
+
+    def common_outputs(self, trained: Trained) -> dict[str, Any]:
+        """Return the outputs that recipes and image classifiers have, by name."""
+        return {
+            "model_state": self.output_model(trained.model),
+            "report": self.output_file(trained.report),
+            "logs": self.output_folder(trained.logs, trained.logs_url),
+        }
 
 
 class PredictingTraining(Training[Given, Outputs]):
     """A training of a recipe of this library's engine, which can also predict with what it has trained."""
-
-    output_file: Any  # a function that returns a file on this machine as a task's output
 
     def predict(
         self,
@@ -272,6 +287,10 @@ class ClassifierTraining(PredictingTraining[Given, Outputs]):
     ) -> Subject:
         assert isinstance(source, Path)
         return image_subject(settings, source, init)
+
+    def make_outputs(self, trained: Trained) -> Outputs:
+        summary = trained.image_summary()
+        return self.outputs(epoch_accuracies=trained.epoch_accuracies, summary=summary, **self.common_outputs(trained))
 
 
 def image_subject(hp: TrainingSettings, folder: Path, init: Path | None = None) -> Subject:

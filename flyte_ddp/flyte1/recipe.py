@@ -15,11 +15,10 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.attempt.platform_training import CommonRecipeTraining
 from flyte_ddp.attempt.summaries import RecipeSummary
-from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.flyte1.caching import CodeVersion
 from flyte_ddp.flyte1.pyflyte import set_up_pyflyte, ship
-from flyte_ddp.flyte1.train import Data, FlytekitTraining, make_common_outputs, training_arguments
+from flyte_ddp.flyte1.train import Data, FlytekitTraining, training_arguments
 
 Outputs = TypeVar("Outputs")
 
@@ -42,10 +41,6 @@ class RecipeOutputs(NamedTuple):
     summary: RecipeSummary
     report: FlyteFile["html"]  # noqa: F821
     logs: FlyteDirectory
-
-
-def recipe_outputs(trained: Trained) -> RecipeOutputs:
-    return RecipeOutputs(trained.epoch_measures, *make_common_outputs(trained, trained.recipe_summary()))
 
 
 class NamedTraining(FlytekitTraining[Outputs]):
@@ -83,5 +78,4 @@ class NamedTraining(FlytekitTraining[Outputs]):
 class RecipeTraining(CommonRecipeTraining[Data, RecipeOutputs], NamedTraining[RecipeOutputs]):
     """A training of a recipe, known only by its name: its module, which imports torch, is for the ranks."""
 
-    def make_outputs(self, trained: Trained) -> RecipeOutputs:
-        return recipe_outputs(trained)
+    outputs = RecipeOutputs

@@ -1,6 +1,7 @@
 """Training within a Flyte task, from typed inputs to typed outputs, and that of the built-in image classifiers."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from flytekit import Cache
@@ -10,7 +11,6 @@ from flytekit.types.file import FlyteFile, PythonPickledFile
 from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER, ClassifierTraining, Training
 from flyte_ddp.attempt.registration import registration
 from flyte_ddp.attempt.summaries import TrainingSummary
-from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
@@ -64,6 +64,8 @@ class FlytekitTraining(Training[Data, Outputs]):
     downloaded = staticmethod(downloaded)
     downloaded_once = staticmethod(downloaded_once)
     output_file = staticmethod(output_file)
+    output_folder = staticmethod(output_folder)
+    output_model = staticmethod(partial(output_file, kind=PythonPickledFile))
 
     def run_as_rank(
         self, settings: TrainingSettings, options: RunOptions, data: Data | StoredData = None, init: Data = None
@@ -73,12 +75,6 @@ class FlytekitTraining(Training[Data, Outputs]):
             return outputs
         # Flyte's plugin pickles the outputs. PythonPickledFile cannot be pickled: flytekit creates the class on use
         return outputs._replace(model_state=FlyteFile(outputs.model_state.path))
-
-
-def make_common_outputs(trained: Trained, summary: Any) -> tuple[PythonPickledFile, Any, FlyteFile, FlyteDirectory]:
-    """Return the outputs that all trainings have, in their order: model_state, summary (as given), report, logs."""
-    model = output_file(trained.model, PythonPickledFile)
-    return model, summary, output_file(trained.report), output_folder(trained.logs, trained.logs_url)
 
 
 class TrainingOutputs(NamedTuple):
@@ -104,8 +100,7 @@ class TrainingOutputs(NamedTuple):
 class ImageTraining(ClassifierTraining[Data, TrainingOutputs], FlytekitTraining[TrainingOutputs]):
     """A training of an image classifier on a prepared dataset."""
 
-    def make_outputs(self, trained: Trained) -> TrainingOutputs:
-        return TrainingOutputs(trained.epoch_accuracies, *make_common_outputs(trained, trained.image_summary()))
+    outputs = TrainingOutputs
 
 
 image_training = ImageTraining()

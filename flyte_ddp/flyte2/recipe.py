@@ -14,8 +14,7 @@ from flyte.io import Dir, File
 
 from flyte_ddp.attempt.platform_training import CommonRecipeTraining
 from flyte_ddp.attempt.summaries import RecipeSummary
-from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.flyte2.train import Data, Flyte2Training, make_common_outputs
+from flyte_ddp.flyte2.train import Data, Flyte2Training
 
 
 @dataclass(frozen=True)
@@ -36,5 +35,4 @@ class RecipeTraining(CommonRecipeTraining[Data, RecipeOutputs], Flyte2Training[R
     version.
     """
 
-    def make_outputs(self, trained: Trained) -> RecipeOutputs:
-        return RecipeOutputs(trained.epoch_measures, summary=trained.recipe_summary(), **make_common_outputs(trained))
+    outputs = RecipeOutputs

@@ -18,7 +18,6 @@ from flyte_ddp.attempt.failures import attempt_error, format_urls, to_failure
 from flyte_ddp.attempt.platform_training import ClassifierTraining, Training
 from flyte_ddp.attempt.registration import SECRETS, registration
 from flyte_ddp.attempt.summaries import TrainingSummary
-from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.attempt.webhook import notifying_webhook
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.errors import InputError
@@ -55,7 +54,8 @@ class Flyte2Training(Training[Data, Outputs]):
     platform = platform
     downloaded = staticmethod(downloaded)
     downloaded_once = staticmethod(downloaded_once)
-    output_file = staticmethod(output_file)
+    output_file = output_model = staticmethod(output_file)
+    output_folder = staticmethod(output_folder)
     own_errors = staticmethod(one_attempt)
 
     def environment(
@@ -157,15 +157,6 @@ class Flyte2Training(Training[Data, Outputs]):
             return super().run_as_rank(settings, options, data, init)
 
 
-def make_common_outputs(trained: Trained) -> dict[str, Any]:
-    """Return the outputs that all trainings have, by the names of their fields. Uploads the files on a cluster."""
-    return {
-        "model_state": output_file(trained.model),
-        "report": output_file(trained.report),
-        "logs": output_folder(trained.logs, trained.logs_url),
-    }
-
-
 @dataclass(frozen=True)
 class TrainingOutputs:
     """The outputs of an image classifier's training, with the fields of flyte_ddp.flyte1.train.TrainingOutputs."""
@@ -180,10 +171,7 @@ class TrainingOutputs:
 class ImageTraining(ClassifierTraining[Data, TrainingOutputs], Flyte2Training[TrainingOutputs]):
     """A training of an image classifier on a prepared dataset."""
 
-    def make_outputs(self, trained: Trained) -> TrainingOutputs:
-        return TrainingOutputs(
-            trained.epoch_accuracies, summary=trained.image_summary(), **make_common_outputs(trained)
-        )
+    outputs = TrainingOutputs
 
 
 image_training = ImageTraining()

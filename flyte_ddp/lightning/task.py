@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from flyte_ddp.attempt.pod import check_code
-from flyte_ddp.attempt.trained import Trained
 from flyte_ddp.code.user_code import find_code, find_observers, join_codes
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.engine.job import Job, Subject, make_subject
 from flyte_ddp.errors import InputError, not_installed
-from flyte_ddp.flyte1.recipe import NamedTraining, RecipeOutputs, recipe_outputs
+from flyte_ddp.flyte1.recipe import NamedTraining, RecipeOutputs
 from flyte_ddp.flyte1.train import Data
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import visible_gpus
@@ -37,6 +36,7 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 class LightningTraining(NamedTraining[RecipeOutputs]):
     """The training of a LightningModule and its data, which only ranks import, with the outputs of a recipe."""
 
+    outputs = RecipeOutputs
     worker = "flyte_ddp.lightning.rank:run"
     preload = (*launcher.PRELOAD, "lightning.pytorch")
     distributions = ("torch", "lightning")
@@ -118,9 +118,6 @@ class LightningTraining(NamedTraining[RecipeOutputs]):
     def job_of_ranks(self, job: Job) -> LightningJob:
         own = ("datamodule", "callbacks", "headline", "percent")
         return LightningJob(**vars(job), **{name: getattr(self, name) for name in own})
-
-    def make_outputs(self, trained: Trained) -> RecipeOutputs:
-        return recipe_outputs(trained)
 
 
 def check_lightning(settings: Any, options: Any) -> None:

@@ -14,10 +14,8 @@ from typing import Any
 
 from flyte.io import Dir, File
 
-from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.flyte2.data import output_file, output_folder
 from flyte_ddp.flyte2.train import Data, Flyte2Training
-from flyte_ddp.script.training import CommonScriptTraining, make_script_outputs
+from flyte_ddp.script.training import CommonScriptTraining
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,8 @@ class ScriptOutputs:
 class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], Flyte2Training[ScriptOutputs]):  # type: ignore[misc]
     """A script that torchrun could run, as a task of Flyte 2."""
 
+    outputs = ScriptOutputs
+
     def arguments(self, ignored: Sequence[str] = (), cache: Any = "disable", **own: Any) -> dict[str, Any]:
         """Return arguments of the task as a recipe's; cache as flyte_ddp.script.task.ScriptTraining.arguments."""
         return super().arguments(ignored, **own, **({} if cache is True else {"cache": cache}))
-
-    def make_outputs(self, trained: Trained) -> ScriptOutputs:
-        return make_script_outputs(ScriptOutputs, trained, output_folder, output_file)

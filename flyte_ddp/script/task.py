@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from flyte_ddp.attempt.trained import Trained
-from flyte_ddp.flyte1.outputs import output_file, output_folder
 from flyte_ddp.flyte1.recipe import NamedTraining
 from flyte_ddp.flyte1.train import Data
-from flyte_ddp.script.training import CommonScriptTraining, make_script_outputs
+from flyte_ddp.script.training import CommonScriptTraining
 
 
 class ScriptOutputs(NamedTuple):
@@ -39,6 +37,8 @@ class ScriptOutputs(NamedTuple):
 class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[ScriptOutputs]):  # type: ignore[misc]
     """A script that torchrun could run, as a task of Flyte 1."""
 
+    outputs = ScriptOutputs
+
     def arguments(self, ignored_inputs: Sequence[str] = (), cache: Any = False, **own: Any) -> dict[str, Any]:
         """Return the keyword arguments of the @task that runs the script: cache, retries, live report, resources.
 
@@ -54,6 +54,3 @@ class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[Sc
                 others, such as retries=, replace them.
         """
         return super().arguments(ignored_inputs, **own, **({} if cache is True else {"cache": cache}))
-
-    def make_outputs(self, trained: Trained) -> ScriptOutputs:
-        return make_script_outputs(ScriptOutputs, trained, output_folder, output_file)

@@ -180,6 +180,14 @@ class CommonScriptTraining(Training[Given, Outputs]):
             job = dataclasses.replace(job, storage=None)
             return self.ranks.start(environment.world, job, Remarks(), environment.rank)
 
+    def make_outputs(self, trained: Trained) -> Outputs:
+        return self.outputs(
+            checkpoint=self.output_folder(trained.model.with_name(CHECKPOINT)),
+            figures=cast(ScriptResult, trained.results[0]).figures,
+            report=self.output_file(trained.report),
+            logs=self.output_folder(trained.logs, trained.logs_url),
+        )
+
 
 class Ranks:
     """The ranks of one attempt on this host, and the folder of their checkpoints. They may be started several times."""
@@ -310,27 +318,6 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
         shown.append(f"{name}=***" if is_secret and is_pair else argument)
         is_secret = is_secret and not is_pair
     return shown
-
-
-def last_figures(trained: Trained) -> dict[str, float]:
-    """Return the newest value of each figure that the script has told."""
-    return cast(ScriptResult, trained.results[0]).figures
-
-
-def make_script_outputs(
-    kind: Callable[..., Outputs], trained: Trained, put_folder: Callable[..., Any], put_file: Callable[..., Any]
-) -> Outputs:
-    """Return the outputs of a script.
-
-    Args:
-        kind: makes the outputs of the checkpoint's folder, the figures, the report and the logs.
-        trained: the run.
-        put_folder: returns a folder as an output, by its path and, if the storage has the folder, its URL.
-        put_file: returns a file as an output.
-    """
-    checkpoint = put_folder(trained.model.with_name(CHECKPOINT))
-    report, logs = put_file(trained.report), put_folder(trained.logs, trained.logs_url)
-    return kind(checkpoint, last_figures(trained), report, logs)
 
 
 def check_arguments(arguments: Sequence[str]) -> tuple[str, ...]:

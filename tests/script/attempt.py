@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flyte_ddp.report.console import show_output
 from flyte_ddp.script import mirror
-from flyte_ddp.script.training import CommonScriptTraining, last_figures
+from flyte_ddp.script.training import CommonScriptTraining
 from flyte_ddp.settings import RunOptions
 from tests.attempt.test_platform_training import Folders
 
@@ -25,7 +25,8 @@ class FolderScript(CommonScriptTraining):
     downloaded = downloaded_once = staticmethod(lambda given: given)  # type: ignore[assignment]
 
     def make_outputs(self, trained):
-        return {"figures": last_figures(trained), "files": sorted(path.name for path in trained.model.parent.iterdir())}
+        figures = trained.results[0].figures
+        return {"figures": figures, "files": sorted(path.name for path in trained.model.parent.iterdir())}
 
 
 def main(root: str, number: str, script: str, *arguments: str) -> None:
