@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from flytekit import Deck, PythonFunctionTask
@@ -12,8 +12,6 @@ from flytekit.core.local_cache import LocalTaskCache
 from flytekit.exceptions.base import FlyteException
 from flytekit.interaction.click_types import JsonParamType, UnionParamType
 from flytekit.models.literals import Literal
-
-E = TypeVar("E", bound=type[FlyteException])
 
 
 def get_python_type(option: click.ParamType) -> Any:
@@ -99,18 +97,12 @@ def replace_html(deck: Deck, html: str) -> None:
     deck._html = html
 
 
-def borrow_error_code(other: type[FlyteException]) -> Callable[[E], E]:
-    """Return a class decorator that gives an exception class, and its subclasses, the Flyte error code of `other`.
+def borrow_error_code(own: type[FlyteException], other: type[FlyteException]) -> None:
+    """Give an exception class, and its subclasses, the Flyte error code of another.
 
-    The decorator sets _ERROR_CODE of the class and returns that class, because the public error_code is a property that
-    reads that attribute.
+    The public error_code is a property that reads the attribute _ERROR_CODE.
     """
-
-    def decorate(own: E) -> E:
-        own._ERROR_CODE = other.error_code
-        return own
-
-    return decorate
+    own._ERROR_CODE = other.error_code
 
 
 @contextmanager

@@ -133,7 +133,6 @@ def publisher(title: str) -> Callable[[str], None]:
     return publish
 
 
-@borrow_error_code(FlyteUserRuntimeException)
 class TaskError(FlyteUserException):
     """A task's failure, whose message Flyte's console shows first.
 
@@ -149,9 +148,12 @@ class TaskError(FlyteUserException):
     __str__ = Exception.__str__
 
 
-@borrow_error_code(FlyteRecoverableException)
 class TaskInterruptedError(TaskError, FlyteRecoverableException):
     """A failure after which Flyte starts another attempt."""
+
+
+borrow_error_code(TaskError, FlyteUserRuntimeException)
+borrow_error_code(TaskInterruptedError, FlyteRecoverableException)
 
 
 def error(failure: Failure, message: str) -> TaskError:
