@@ -26,13 +26,7 @@ from flyte_ddp.engine.collectives import gather_values
 from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_job
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import Event
-from flyte_ddp.launch.environment import (
-    Environment,
-    environment_from_torchrun,
-    host_name,
-    is_first_rank,
-    visible_gpus,
-)
+from flyte_ddp.launch.environment import Environment, environment_from_torchrun, host_name, is_first_rank
 from flyte_ddp.launch.failures import (
     LOSSES,
     Failure,
@@ -89,7 +83,7 @@ def train_as_rank(
     with recording_failure(platform), platform_errors(platform):
         if options.resume and is_first_rank():
             point_to_previous(platform)
-        check_gpus(visible_gpus())
+        check_gpus()
         asked = registration()
         environment = environment_from_torchrun(settings.backend, asked.node_range, asked.ranks_per_node)
         if is_node and environment.local_rank:

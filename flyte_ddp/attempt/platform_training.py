@@ -21,7 +21,7 @@ from flyte_ddp.engine.job import Job, Subject, TrainingResult, make_job, make_su
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import Event
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import Environment, World, choose_world, visible_gpus
+from flyte_ddp.launch.environment import Environment, World, choose_world
 from flyte_ddp.model_files.model_metadata import ModelMetadata
 from flyte_ddp.report.console import open_console
 from flyte_ddp.settings import RunOptions, TrainingSettings
@@ -94,7 +94,7 @@ class Training(ABC, Generic[Given, Outputs]):
             if options.resume:
                 point_to_previous(self.platform)
             self.check(settings, options)
-            check_gpus(visible_gpus())
+            check_gpus()
             world = choose_world(settings.backend, options.nproc, *self.most_ranks(settings))
             launcher.warm_up(self.preload)
             again = restarting(self.platform, start)

@@ -4,7 +4,7 @@ import os
 
 from flyte_ddp.code.code_version import OTHER_CODE
 from flyte_ddp.errors import RecoverableError, ReportedError
-from flyte_ddp.launch.environment import host_name
+from flyte_ddp.launch.environment import host_name, visible_gpus
 
 CODE_VARIABLE, GPUS_VARIABLE = "DDP_TRAINING_CODE", "DDP_POD_GPUS"  # nothing is checked if they are not set
 SCRIPT_VARIABLES = CHECKPOINT_VARIABLE, EVENTS_VARIABLE = (
@@ -24,19 +24,16 @@ def check_code(version: str) -> None:
         raise ReportedError(f"this pod's training code is not the code that was registered: {OTHER_CODE}")
 
 
-def check_gpus(visible: int) -> None:
+def check_gpus() -> None:
     """Check that this pod sees as many GPUs as it asked for.
 
     A result computed with fewer GPUs would be cached all the same. In a local run, nothing was asked for, and nothing
     is checked.
 
-    Args:
-        visible: the number of GPUs that this pod sees.
-
     Raises:
         RecoverableError: The numbers differ. The platform then tries another pod.
     """
-    asked = os.environ.get(GPUS_VARIABLE)
+    asked, visible = os.environ.get(GPUS_VARIABLE), visible_gpus()
     if asked is not None and int(asked) != visible:
         raise RecoverableError(
             f"this pod must have as many GPUs as were registered ({asked}), got {visible} on {host_name()}: "

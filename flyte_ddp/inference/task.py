@@ -30,7 +30,7 @@ from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import preparation_resources, small_resources, training_resources, training_sizes
 from flyte_ddp.inference.gather import Listing
 from flyte_ddp.inference.shards import InferenceOptions, Shard, ShardJob
-from flyte_ddp.launch.environment import choose_world, visible_gpus
+from flyte_ddp.launch.environment import choose_world
 from flyte_ddp.launch.launcher import run_alone
 from flyte_ddp.report.console import Console, say
 from flyte_ddp.whole_files import content_digest, remove_leftovers, replacing, writing_to
@@ -186,7 +186,7 @@ def predict_shard(
         say(f"{shard.name}: already predicted")
         return output_file(part, CSVFile)
     check_code(INFERENCE_CODE.code)
-    check_gpus(visible_gpus())
+    check_gpus()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ddp-") as copies:
         planned = Listing.read(Path(listing.download())).part(shard)

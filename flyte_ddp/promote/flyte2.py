@@ -22,7 +22,6 @@ from flyte_ddp.flyte2 import platform
 from flyte_ddp.flyte2.attempt import one_attempt
 from flyte_ddp.flyte2.data import downloaded, output_file
 from flyte_ddp.flyte2.environment import PAUSES
-from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.place import Place
 from flyte_ddp.promote.promotion import PromotionSummary, promote, roll_back_or_show, writable_place
@@ -85,7 +84,7 @@ def promote_images(
             FinalError, which is not retried.
     """
     with one_attempt():
-        check_gpus(visible_gpus())
+        check_gpus()
         folder = downloaded(data)
         assert folder
         return promote_model(image_subject(hp, folder), model_state, place, options)

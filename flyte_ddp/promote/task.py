@@ -26,7 +26,6 @@ from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata, merge_s
 from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.prepare import PreparedDataset
 from flyte_ddp.flyte1.resources import small_resources, training_resources, training_sizes
-from flyte_ddp.launch.environment import visible_gpus
 from flyte_ddp.promote.job import PromotionOptions
 from flyte_ddp.promote.place import Place
 from flyte_ddp.promote.promotion import PromotionSummary, promote, roll_back_or_show, writable_place
@@ -122,7 +121,7 @@ def promote_images(
     model_state: PythonPickledFile, data: PreparedDataset, hp: Hyperparameters, place: str, options: PromotionOptions
 ) -> PromotionOutputs:
     """Promote the weights of hp.model, if they are better than those promoted at the place."""
-    check_gpus(visible_gpus())
+    check_gpus()
     subject = image_subject(hp, Path(data.download()))
     return promote_model(subject, model_state, place, options)
 
