@@ -30,14 +30,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 
 @dataclass(frozen=True)
 class PromotionOutputs:
-    """The outputs of a promotion.
-
-    Attributes:
-        promoted: whether the candidate is now the promoted model.
-        model_state: the promoted weights, either the candidate's or still the previous ones.
-        summary: the figures.
-        report: an HTML page in a single file.
-    """
+    """The outputs of a promotion, with the fields of flyte_ddp.promote.task.PromotionOutputs."""
 
     promoted: bool
     model_state: File

@@ -213,8 +213,8 @@ class Readable(NamedTuple):
     """The images of a folder that can be read.
 
     Attributes:
-        kept: labels and names of each split's images.
-        bad: the files that cannot be read, each with the reason.
+        kept: label and name of each image, by split.
+        bad: a line with name and reason for each other image.
         content: the digest of the images' names and contents.
         counts: a histogram of the training images' values, (C, 256).
     """
@@ -232,11 +232,6 @@ def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], 
         folder: the folder of the images.
         splits: label and name of each image, by split.
         images: the settings, which have the shape to decode to.
-
-    Returns:
-        Label and name of each readable image, by split; a line with name and reason for each other image; a digest of
-        the names and contents of the readable images; and a histogram (C, 256) of the values of the readable training
-        images.
     """
     kept: dict[str, list[tuple[int, str]]] = {split: [] for split in SPLITS}
     bad: list[str] = []
