@@ -129,67 +129,50 @@ def training_resources(
     }
 
 
-def with_grace(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a training @task's arguments with the grace of its pod added.
+def with_template(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a training @task's arguments with the pod template and variables for its grace and for faulty nodes.
 
     The grace is the seconds from a SIGTERM until the pod is killed. The pod's template sets it, and two environment
     variables tell the pod. What they are depends on the template:
 
-    - A pod_template with a grace is kept. The variables have its grace, or the registered one if that is smaller.
-    - A copy of a pod_template without a grace gets the registered grace, or this library's default. The variables have
-    the same.
+    - A pod_template with a grace keeps it. The variables have its grace, or the registered one if that is smaller.
+    - A pod_template without a grace gets the registered grace, or this library's default. The variables have the same.
     - A template in the cluster (pod_template_name) is not changed. The variables have the registered grace, or 30 s.
     - Without a template, a registered grace adds a pod_template that sets it, and the variables have it. If no grace is
     registered either, no template is added, and the variables have 30 s, Kubernetes' default.
 
-    Args:
-        arguments: what training_resources() has returned. They are not changed. They must have "environment", whose
-            variables replace these two.
-
-    Returns:
-        A new dict: the arguments, with "pod_template" (None without one) and "environment".
-    """
-    asked = registration()
-    template = arguments.get("pod_template")
-    in_cluster = arguments.get("pod_template_name")
-    own = template.pod_spec.termination_grace_period_seconds if template else None
-    if own is None and not in_cluster and (template or asked.grace_seconds):
-        template = copy.deepcopy(template or PodTemplate())
-        template.pod_spec.termination_grace_period_seconds = asked.pod_grace
-    elif own is None and not asked.pod_template:  # Kubernetes' own, or that of a template which is not known here
-        own = asked.grace_seconds or USUAL_SECONDS
-    environment = {**requested.grace_environment(own), **arguments["environment"]}
-    return {**arguments, "pod_template": template, "environment": environment}
-
-
-def with_avoidance(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a training @task's arguments with the registered settings by which its pods avoid faulty nodes.
-
     With registered avoid_hosts, the pod template gets an affinity that excludes these hosts. The template also has
     Kubernetes tell the pod its node. With registered avoid_hours, two environment variables tell the pod for how many
-    hours nodes are avoided, and how many retries the task has. A template in the cluster is not changed.
+    hours nodes are avoided, and how many retries the task has.
 
     Args:
-        arguments: what with_grace() has returned, and "retries". They are not changed.
+        arguments: what training_resources() has returned, and "retries". They are not changed. They must have
+            "environment", whose variables replace these.
 
     Returns:
-        A new dict, or `arguments` itself if neither avoid_hosts nor avoid_hours is registered.
+        A new dict: the arguments, with "pod_template", a copy (None without one), and "environment".
 
     Raises:
         InputError: avoid_hosts is registered, and the template is one in the cluster.
     """
     asked = registration()
-    if not (asked.avoid_hours or asked.avoid_hosts):
-        return arguments
+    template = copy.deepcopy(arguments.get("pod_template"))
     in_cluster = arguments.get("pod_template_name")
-    requested.check_template(in_cluster or "")
-    template = arguments.get("pod_template")
-    if not in_cluster:
-        template = copy.deepcopy(template or PodTemplate())
-        set_node_variable(template.pod_spec, template.primary_container_name)
-        exclude_nodes(template.pod_spec, asked.hosts_to_avoid)
-    environment = {**requested.avoidance_environment(arguments["retries"] or 0), **arguments["environment"]}
-    return {**arguments, "pod_template": template, "environment": environment}
+    own = template.pod_spec.termination_grace_period_seconds if template else None
+    if own is None and not in_cluster and (template or asked.grace_seconds):
+        template = template or PodTemplate()
+        template.pod_spec.termination_grace_period_seconds = asked.pod_grace
+    elif own is None and not asked.pod_template:  # Kubernetes' own, or that of a template which is not known here
+        own = asked.grace_seconds or USUAL_SECONDS
+    variables = requested.grace_environment(own)
+    if asked.avoid_hours or asked.avoid_hosts:
+        requested.check_template(in_cluster or "")
+        if not in_cluster:
+            template = template or PodTemplate()
+            set_node_variable(template.pod_spec, template.primary_container_name)
+            exclude_nodes(template.pod_spec, asked.hosts_to_avoid)
+        variables |= requested.avoidance_environment(arguments["retries"] or 0)
+    return {**arguments, "pod_template": template, "environment": {**variables, **arguments["environment"]}}
 
 
 def _as_dict(quantities: Resources | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
 from flyte_ddp.flyte1.data import downloaded, downloaded_once
 from flyte_ddp.flyte1.outputs import output_file, output_folder
-from flyte_ddp.flyte1.resources import training_resources, with_avoidance, with_grace
+from flyte_ddp.flyte1.resources import training_resources, with_template
 from flyte_ddp.settings import RunOptions, TrainingSettings
 
 TRAINING_CODE = CodeVersion(IMAGE_CLASSIFIER.version)
@@ -52,9 +52,9 @@ def training_arguments(
         "retries": registration().retries,
         "enable_deck": True,
         "deck_fields": (),  # the live report is the only Deck
-        **with_grace(training_resources(code, **own)),
+        **training_resources(code, **own),
     }
-    return with_avoidance(arguments)
+    return with_template(arguments)
 
 
 class FlytekitTraining(Training[Data, Outputs]):
