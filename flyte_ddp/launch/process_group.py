@@ -21,6 +21,7 @@ from flyte_ddp.launch.phases import STARTING, Timeouts
 from flyte_ddp.settings import RunOptions
 
 RENDEZVOUS = itertools.count()  # numbers this process's rendezvous, which all ranks go through in the same order
+_left: Any = None  # the group of a block that has raised
 BEYOND_SECONDS = 60.0  # a collective waits so much longer than the launcher, which can then still query hanging ranks
 
 
@@ -31,7 +32,8 @@ def process_group(
     """Create torch's default process group while the block runs, and yield this rank's device; a context manager.
 
     All ranks enter the block together. On a GPU, the device becomes torch's current one. The group is destroyed at the
-    end of the block. If the block raises, the group stays as it is, because the process ends anyway.
+    end of the block. If the block raises, the group stays as it is, because the process most often ends. A script of
+    torchrun may go on: the next block then destroys the group first.
 
     A collective times out BEYOND_SECONDS after the longest of the timeouts. Before that, the launcher ends the ranks.
 
@@ -43,6 +45,9 @@ def process_group(
     Raises:
         InputError: The backend is gloo, and GLOO_SOCKET_IFNAME names a network interface that this host does not have.
     """
+    global _left
+    if _left is not None and _left is distributed.group.WORLD:
+        distributed.destroy_process_group()
     device = torch.device(environment.world.device)
     if device.type == "cuda":
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
@@ -61,7 +66,11 @@ def process_group(
             timeout=timedelta(seconds=max(limits) + BEYOND_SECONDS),
             device_id=device if environment.world.backend == "nccl" else None,
         )
-    yield device
+    try:
+        yield device
+    except BaseException:
+        _left = distributed.group.WORLD
+        raise
     distributed.destroy_process_group()
 
 
