@@ -1,6 +1,7 @@
 """Recipes whose optimizers keep something that a checkpoint lacks, or do not have all weights."""
 
 import os
+from collections import deque
 from typing import Any
 
 import torch
@@ -86,6 +87,15 @@ class Secant(torch.optim.SGD):
             self.state[weight]["last"] = weight.grad
 
 
+class Recorder(torch.optim.SGD):
+    """Keeps the last norms of each gradient, in a type that no checkpoint can have."""
+
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight].setdefault("norms", deque(maxlen=3)).append(float(weight.grad.norm()))
+        super().step()
+
+
 class Forgetful(Sound):
     kind: Any = Slow
 
@@ -95,6 +105,10 @@ class Forgetful(Sound):
 
 class KeepsAGradient(Forgetful):
     kind = Secant
+
+
+class Recording(Forgetful):
+    kind = Recorder
 
 
 class Remembering(Forgetful):

@@ -24,6 +24,7 @@ def run(name, output, on_event=None, **more):
     [
         ("Forgetful", r"_recipes.py, line \d+\): Slow keeps before, steps outside of its state_dict.*in its state or"),
         ("KeepsAGradient", r"Secant keeps a gradient itself in its state, .*: keep a copy, such as weight.grad.clone"),
+        ("Recording", r"a checkpoint cannot hold state\['optimizer'\]\['state'\]\[0\]\['norms'\], of type deque"),
         ("Holding", r"Outer keeps something, such as the optimizer that it holds, outside of its state_dict"),
         ("Unloadable", r"Unloaded cannot go on from its own state_dict \(KeyError: 'fast'\)"),
     ],

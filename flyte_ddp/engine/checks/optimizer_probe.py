@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from flyte_ddp.engine.checkpoints.checkpoint import check_readable
 from flyte_ddp.engine.checks.trials import as_input_error, is_same
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.digest import compute_sum
@@ -69,6 +70,7 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
         _refuse_uneven_rounding(recipe, optimizer, what)
     if not is_whole:  # each rank steps its own rows, and a checkpoint has the optimizer's state in another form
         return []
+    check_readable({"optimizer": optimizer.state_dict()})
     places = {weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None and weight.numel()}
     state = pytree.tree_leaves([*optimizer.state.values()])
     if any(isinstance(leaf, Tensor) and leaf.data_ptr() in places for leaf in state):
