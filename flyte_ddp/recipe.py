@@ -7,11 +7,13 @@ docs/your-own-model.md goes from an empty folder to a model, dataset and loss of
 """
 
 import math
+import random as python_random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -192,9 +194,13 @@ class Recipe:
 
     def initial_model(self) -> nn.Module:
         """Return model() as a training first has it. No file stores what model() draws and freezes."""
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(self.settings.seed)
-            return self.model()
+        states = python_random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=()):
+                return seeded_model(self)
+        finally:
+            python_random.setstate(states[0])
+            np.random.set_state(states[1])
 
     def data(self, split: str) -> Any:
         """Return the samples of a split. Each recipe defines this method; here it raises InputError.
@@ -219,7 +225,7 @@ class Recipe:
         return None
 
     def model(self) -> nn.Module:
-        """Build the network, with weights drawn from torch's random numbers, which settings.seed has seeded.
+        """Build the network. What it draws from torch, NumPy or Python's random is drawn by settings.seed.
 
         The network returns no softmax. As with DistributedDataParallel, each rank has its own dropout, batch norm sees
         the rank's own samples, and buffers are rank 0's.
@@ -324,3 +330,12 @@ class Recipe:
                 "the samples of one part alone: call it always, or set virtual_ranks to 0"
             )
         return GatherRows.apply(share.own(local), share.size)
+
+
+def seeded_model(recipe: Recipe) -> nn.Module:
+    """Seed the generators of torch, NumPy and Python with settings.seed, and return the recipe's model()."""
+    seed: int = recipe.settings.seed
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    python_random.seed(seed)
+    return recipe.model()

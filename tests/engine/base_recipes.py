@@ -1,8 +1,10 @@
 """Recipes whose networks have a part that model() itself freezes."""
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +21,29 @@ class Based(Sound):
         base = nn.Sequential(first, nn.ReLU(), nn.Linear(3 * WIDTH, WIDTH)).requires_grad_(False)
         first.weight.add_(SHIFT)
         return nn.Sequential(base, nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
+
+
+class Permutation(nn.Module):
+    """Has an order and a factor that it draws, and that no state dict has."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = np.random.permutation(WIDTH)
+        self.factor = random.random()
+
+    def forward(self, features):
+        return self.factor * features[:, self.order]
+
+
+class Permuted(Sound):
+    """Draws before and in model() by other generators than torch's."""
+
+    body = Permutation
+
+    def data(self, split):
+        np.random.random()
+        random.random()
+        return super().data(split)
 
 
 class Averaged(Based):

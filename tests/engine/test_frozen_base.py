@@ -1,7 +1,9 @@
 """What model() freezes is in no checkpoint and no result, and comes back from model() alone."""
 
+import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -22,6 +24,7 @@ from tests.engine.base_recipes import (
     FrozenBfloat16,
     FrozenFloat16,
     Lora,
+    Permuted,
     Taught,
     TaughtFast,
     TaughtLate,
@@ -69,6 +72,16 @@ def test_what_model_freezes_is_in_no_file_and_loading_puts_both_together(tmp_pat
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in base.items())
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in weights(result.model_path).items())
+
+
+def test_what_model_draws_by_numpy_and_python_is_drawn_alike_when_a_file_is_loaded(tmp_path):
+    result, _ = run(Permuted, tmp_path)
+    before = str((random.getstate(), np.random.get_state()))
+    loaded = Permuted.load_model(result.model_path)
+    assert str((random.getstate(), np.random.get_state())) == before
+    samples = Permuted(Settings()).data("test")
+    loss = (loaded(samples) - samples).square().mean().item()
+    assert loss == pytest.approx(result.tested["loss"])
 
 
 def test_a_frozen_teacher_that_follows_what_is_trained_is_in_the_files(tmp_path):

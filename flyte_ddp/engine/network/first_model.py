@@ -20,7 +20,7 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.sharding.sharding import give_room
 from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.frozen_base import frozen_weights
-from flyte_ddp.recipe import Recipe
+from flyte_ddp.recipe import Recipe, seeded_model
 
 First = tuple[nn.Module, set[str], list[str]]  # as first_model returns it
 
@@ -94,7 +94,7 @@ def _with_values(recipe: Recipe, job: Job) -> First:
     init = job.init
     if settings.init_leave_out and not init:
         raise InputError(f"init_leave_out must be empty without init, got {settings.init_leave_out!r}")
-    model = _call_model(recipe, settings.seed)
+    model = _call_model(recipe)
     remarks = []
     if init and init.is_dir():
         _check_folder(recipe, init)
@@ -125,7 +125,7 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of each tensor that is loaded: it goes nowhere
-        model = _call_model(recipe, job.settings.seed)
+        model = _call_model(recipe)
     if job.settings.freeze:
         freeze(model, job.settings.freeze)
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -141,8 +141,8 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     return model
 
 
-def _call_model(recipe: Recipe, seed: int) -> nn.Module:
-    """Seed torch's generators, call the recipe's model(), and return the network.
+def _call_model(recipe: Recipe) -> nn.Module:
+    """Return the network of the recipe's model(), for which the generators are seeded.
 
     recipe.has_read_init is set to False before the call. recipe.has_read_init is True afterwards if model() has read
     the folder that init names.
@@ -150,9 +150,8 @@ def _call_model(recipe: Recipe, seed: int) -> nn.Module:
     Raises:
         InputError: model() returned no nn.Module, or a lazy layer whose parameters have no shape yet.
     """
-    torch.manual_seed(seed)
     recipe.has_read_init = False  # what was read before is not the network, but a tokenizer perhaps
-    model: Any = recipe.model()
+    model: Any = seeded_model(recipe)
     if not isinstance(model, nn.Module):
         got = type(model).__name__
         raise InputError(f"{code_location(recipe, 'model')} must return the network, an nn.Module, got {got}")
