@@ -163,6 +163,9 @@ def test_frozen_by_a_setting_stays_in_the_file(tmp_path):
 
 def test_lora_of_a_base_fifty_times_larger_leaves_less_than_a_twentieth_of_it(tmp_path):
     result, _ = run(Lora, tmp_path)
+    fourth, _ = run(Based, tmp_path / "fourth", init=tmp_path / "third" / "final-checkpoint", epochs=2)
+    expected, _ = run(Based, tmp_path / "expected", init=tmp_path / "whole.pt", epochs=2)
+    assert fourth.digest == expected.digest
     base = frozen_weights(Lora(Settings()).model())
     size = sum(value.nbytes for value in base.values())
     assert size > 50 * sum(value.nbytes for value in weights(result.model_path).values())

@@ -42,13 +42,25 @@ def is_checkpoint(path: Path) -> bool:
     Raises:
         InputError: The file is missing or may not be read.
     """
+    content = _open(path)
+    return isinstance(content, dict) and isinstance(content.get("format"), int)
+
+
+def names_in_checkpoint(path: Path) -> set[str]:
+    """Return the names of the network's tensors that a checkpoint has; none if this version cannot read its format."""
+    state = _open(path).get("state")
+    weights = state.get("model") if isinstance(state, dict) else None
+    return {*weights} if isinstance(weights, dict) else set()
+
+
+def _open(path: Path) -> Any:
+    """Return the content of a file, whose tensors are mapped; None if torch cannot load it. Raises InputError."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise InputError(f"init cannot be read: {path}: {error.strerror}") from None
     except Exception:  # of many types: no checkpoint, so whoever reads the weights says what is wrong with them
-        return False
-    return isinstance(content, dict) and isinstance(content.get("format"), int)
+        return None
 
 
 def load_init_weights(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:

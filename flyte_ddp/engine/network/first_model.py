@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, load_init_weights
+from flyte_ddp.engine.checkpoints.warm_start import freeze, is_checkpoint, load_init_weights, names_in_checkpoint
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.collectives import broadcast_value, gather_values
 from flyte_ddp.engine.compiler_compat import records_graphs
@@ -99,16 +99,19 @@ def _with_values(recipe: Recipe, job: Job) -> First:
     if init and init.is_dir():
         _check_folder(recipe, init)
         remarks.append(f"Starts from the folder {init.name}")
-    base = frozen_weights(model)
-    if init and init.is_file() and not is_checkpoint(init):
-        taken, remark = load_init_weights(model, init, settings.init_leave_out)
-        remarks.append(remark)
-        base = {name: value for name, value in base.items() if name not in taken}
+    base = {*frozen_weights(model)}
+    if init and init.is_file():
+        if is_checkpoint(init):
+            base -= names_in_checkpoint(init)
+        else:
+            taken, remark = load_init_weights(model, init, settings.init_leave_out)
+            remarks.append(remark)
+            base -= taken
     if settings.freeze:
         remarks.append(freeze(model, settings.freeze))
     check_types(recipe, model)
     _check_layers(recipe, model)
-    return model, set(base), remarks
+    return model, base, remarks
 
 
 def _without_values(recipe: Recipe, job: Job) -> nn.Module:
