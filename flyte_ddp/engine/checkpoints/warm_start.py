@@ -17,7 +17,7 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import is_batch_norm
 from flyte_ddp.errors import CheckpointError, InputError
-from flyte_ddp.model_files.frozen_base import add_module_versions
+from flyte_ddp.model_files.frozen_base import add_module_versions, frozen_weights
 from flyte_ddp.model_files.weights import add_frozen_weights, describe_misfits, misfits, read_weights, with_tied
 from flyte_ddp.text import listed
 
@@ -152,9 +152,10 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
         )
     bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
     rates = [float(base * factor(position)) for base, factor in bases]
+    frozen = {name: saved["model"][name] for name in frozen_weights(state.model) if name in saved["model"]}
     continued = {
         **saved,
-        "average": saved["average"] or saved["model"],
+        "average": {**(saved["average"] or saved["model"]), **frozen},  # it shares what is frozen with the network
         "optimizer": _optimizer(state.optimizer, saved["optimizer"], rates),
         "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
         "progress": progress if step else {**progress, **{name: fresh["progress"][name] for name in NEW_WITH_EPOCH}},
