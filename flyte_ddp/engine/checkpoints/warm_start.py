@@ -180,10 +180,16 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
         job: the training that begins.
 
     Raises:
-        InputError: No epoch is left to train; or `step` is above 0, and the settings or data differ in something that
-            must not change within an epoch.
+        InputError: No epoch is left to train; or init_leave_out is set, and the other training had not the same; or
+            `step` is above 0, and the settings or data differ in something that must not change within an epoch.
     """
     settings = job.settings
+    left_out = settings.init_leave_out
+    if left_out and left_out != other_identity["settings"].get("init_leave_out"):
+        raise InputError(
+            f"init_leave_out must be empty where init is a checkpoint, from which training continues with all tensors, "
+            f"got {left_out!r}: start from its model_state"
+        )
     if epoch >= settings.last_epoch:
         name = "stop_after" if settings.stop_after else "epochs"
         raise InputError(

@@ -111,6 +111,8 @@ def test_a_continuation_has_its_own_rates(train, tmp_path):
         train(name="none", epochs=1, init=init, **CONSTANT)
     with pytest.raises(InputError, match=r"stop_after must be above 1, because it includes the epochs of init, got 1"):
         train(name="none", epochs=2, stop_after=1, init=init, **CONSTANT)
+    with pytest.raises(InputError, match=r"init_leave_out must be empty where init is a checkpoint, .*, got 'fc2'"):
+        train(name="none", epochs=2, init=init, init_leave_out="fc2", **CONSTANT)
     with pytest.raises(
         InputError,
         match=r"init must fit the network, got .*final-checkpoint with missing keys norm1.b.*shapes conv1.w",
