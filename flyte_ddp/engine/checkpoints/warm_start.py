@@ -231,19 +231,26 @@ def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any]
 def freeze(model: nn.Module, patterns: str) -> str:
     """Freeze the parameters that the patterns name, alone or by their layer, and return a remark with their names.
 
-    The patterns (fnmatch) are separated by commas. A batch norm layer whose parameters are all frozen keeps its running
-    statistics, too: a hook sets the layer to evaluation mode before each forward pass.
+    The patterns (fnmatch) are separated by commas. A batch norm layer whose parameters are all frozen, or that has none
+    and is in a layer that a pattern names, keeps its running statistics, too: a hook sets the layer to evaluation mode
+    before each forward pass.
 
     Raises:
         InputError: A pattern matches nothing.
     """
-    names = matching("freeze", split_patterns(patterns), [name for name, _ in model.named_parameters()])
+    named = split_patterns(patterns)
+    names = matching("freeze", named, [name for name, _ in model.named_parameters()])
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(False)
-    for layer in model.modules():
+    for name, layer in model.named_modules():
+        if not is_batch_norm(layer):
+            continue
         weights = list(layer.parameters(recurse=False))
-        if is_batch_norm(layer) and weights and not any(weight.requires_grad for weight in weights):
+        is_frozen = not any(weight.requires_grad for weight in weights)
+        if not weights:
+            is_frozen = any(_matches(name, pattern) for pattern in named)
+        if is_frozen:
             layer.register_forward_pre_hook(_keep_statistics)
     return f"Frozen: {listed(names)}"
 
@@ -265,7 +272,7 @@ def matching(setting: str, patterns: Sequence[str], names: Sequence[str]) -> lis
     """
     matched = []
     for pattern in patterns:
-        matches = [name for name in names if any(fnmatch.fnmatchcase(part, pattern) for part in _layers(name))]
+        matches = [name for name in names if _matches(name, pattern)]
         if not matches:
             raise InputError(f"{setting} must match names of tensors, got {pattern!r}: choose from {listed(names)}")
         matched += matches
@@ -277,10 +284,11 @@ def split_patterns(text: str) -> list[str]:
     return [pattern for pattern in re.split(r"[\s,]+", text) if pattern]
 
 
-def _layers(name: str) -> list[str]:
-    """Return a name with the names of the layers that it is in: a.b.c, a.b and a for a.b.c."""
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a name, or that of a layer that it is in: a.b.c, a.b or a for a.b.c."""
     parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    layers = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return any(fnmatch.fnmatchcase(layer, pattern) for layer in layers)
 
 
 def _optimizer(optimizer: Optimizer, saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:

@@ -260,3 +260,14 @@ def test_frozen_parameters_need_no_gradients():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert freeze(model, "0") == "Frozen: 0.weight, 0.bias"
     assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("is_affine", [True, False])
+def test_batch_norm_in_frozen_layers_keeps_its_statistics_also_without_parameters(is_affine):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=is_affine)), nn.BatchNorm1d(2))
+    freeze(model, "0")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train()(torch.randn(4, 2))
+    assert {name for name, buffer in model.named_buffers() if torch.equal(buffer, before[name])} == {
+        "0.1.running_mean", "0.1.running_var", "0.1.num_batches_tracked"
+    }  # fmt: skip
