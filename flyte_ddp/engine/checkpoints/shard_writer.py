@@ -45,6 +45,7 @@ class SharedFolder:
         """
         self._path, self._start = broadcast_value((path, uuid.uuid4().hex[:8]))
         self._older: list[Path] = []
+        self._numbers = itertools.count()
         if cut().parts > environment.world.local_size:
             self._check(environment)
 
@@ -65,8 +66,9 @@ class SharedFolder:
             )
 
     def begin(self, position: str) -> Path:
-        """Return the folder for this rank's file of the checkpoint at this epoch and step ("3-120"); a collective."""
-        folder = shards_beside(self._path) / f"{position}-{self._start}"
+        """Return a new folder for this rank's file of the checkpoint at this epoch and step ("3-120"); a collective."""
+        # A number, because a step may have two checkpoints, such as one that was due and the last one before a stop
+        folder = shards_beside(self._path) / f"{position}-{self._start}-{next(self._numbers)}"
         self._older = [other for other in folder.parent.glob("*") if other != folder]
         return folder
 

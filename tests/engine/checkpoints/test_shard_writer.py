@@ -94,14 +94,15 @@ def test_tensors_may_change_once_they_are_copied_and_take_no_memory_meanwhile(ra
         assert torch.equal(stored[5:7][1:].read(), torch.full((1, 2**10), float(number)))
 
 
-def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank, tmp_path):
+@pytest.mark.parametrize("step", [2, 1])
+def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank, tmp_path, step):
     rank.begin(make_content(1, torch.ones(2, 2)), CPU)()
     path, before = tmp_path / "checkpoint", resource.getrlimit(resource.RLIMIT_FSIZE)
     (folder,) = shards_beside(path).iterdir()
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
         with pytest.raises(OSError, match=r"rank 0: .*File too large"):
-            rank.begin(make_content(2, torch.ones(2**10, 2**10)), CPU)()
+            rank.begin(make_content(step, torch.ones(2**10, 2**10)), CPU)()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert read_checkpoint(path, {})["state"]["progress"]["step"] == 1
