@@ -254,9 +254,9 @@ distributed.all_reduce(torch.ones(1))
 
 @pytest.mark.slow
 def test_a_hang_names_the_rank_that_the_others_wait_for_and_where_it_is(run):
-    status, said = run(HANGS, before=("--timeout-seconds", "15"))
+    status, said = run(HANGS, before=("--timeout-seconds", "10"))
     assert status == 1
-    assert re.search(r"rank 1 on \S+: Hang: no collective, printed line or event for 15 s", said), said
+    assert re.search(r"rank 1 on \S+: Hang: no collective, printed line or event for 10 s", said), said
     assert "wait_for_nothing" in said
     assert "the others wait in gloo:all_reduce" in said
 

@@ -9,13 +9,13 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-out, epochs, repeats = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+out, epochs = sys.argv[1], int(sys.argv[2])
 accelerator = Accelerator(
     cpu=not torch.cuda.is_available(),
     project_config=ProjectConfiguration(project_dir=out, automatic_checkpoint_naming=True, total_limit=2),
 )
 set_seed(1)
-samples = TensorDataset(torch.randn(64 * repeats, 4), torch.randn(64 * repeats, 1))
+samples = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples, 8))
