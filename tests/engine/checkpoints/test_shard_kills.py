@@ -22,7 +22,7 @@ KILLS = """if True:
     from flyte_ddp.manifest import shards_beside
     from flyte_ddp.recipe import CPU
 
-    SIZE, root, is_stored = 3, Path(sys.argv[1]), sys.argv[2] == "storage"
+    SIZE, root, is_stored = 2, Path(sys.argv[1]), sys.argv[2] == "storage"
     path = root / "place" / "checkpoint"
     operations = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
 
@@ -102,22 +102,20 @@ KILLS = """if True:
     def folders():
         return len([*shards_beside(path).iterdir()])
 
-    kills, seen = 0, set()
-    for victim in (0, SIZE - 1):
+    kills, runs, seen = 0, 0, set()
+    (root / "place").mkdir()
+    for victim in range(SIZE):
         ended, kill_at = False, 0
         while not ended:
-            kill_at += 1
-            shutil.rmtree(root / "place", ignore_errors=True)
-            (root / "place").mkdir()
-            ended = run([1, 2], victim, kill_at)
+            kill_at, runs = kill_at + 1, runs + 1
+            old, new = 2 * runs - 1, 2 * runs
+            ended = run([old, new], victim, kill_at)  # it finds nothing in its way of what was killed before it
             found = whole()
-            assert found in ((2,) if ended else (1, 2)), found
+            assert found in ((new,) if ended else (old, new)), (found, new)
             kills += not ended
-            seen.add(found)
-            assert run([3])  # it finds nothing in its way
-            assert whole() == 3
-            assert folders() <= (3 if is_stored else 1)  # storage keeps what a start leaves
-    assert seen == {1, 2}, seen
+            seen.add(found == new)
+            assert folders() <= (2 * runs if is_stored else 2 - ended)  # storage keeps what a start leaves
+    assert seen == {False, True}, seen
     print(kills)
 """
 
