@@ -132,8 +132,8 @@ def test_a_server_that_refuses_fails_nothing_and_the_url_is_not_shown(server, ca
     assert len(server.posted) == 1, "no redirect is followed"
 
 
-@pytest.mark.slow
-def test_a_server_that_hangs_is_given_up(capsys):
+def test_a_server_that_hangs_is_given_up(capsys, monkeypatch):
+    monkeypatch.setattr(webhook, "POST_SECONDS", 0.5)
     with bad_server() as url:
         webhook.notify(url, {})
     said = capsys.readouterr().err
