@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from flyte._internal.runtime.convert import convert_from_native_to_error
-from flyte.io import Dir
+from flyte.io import Dir, File
 from flyteidl2.core.execution_pb2 import ContainerError
 from flyteidl2.task.common_pb2 import Inputs, Outputs
 
@@ -60,15 +60,14 @@ def tracker_runs(server):
 
 
 @pytest.fixture(scope="module")
-def whole(pod):
-    undisturbed = pod("whole")
-    assert undisturbed.finish() == 0, undisturbed.log
-    return undisturbed.outputs()
+def undisturbed(whole):
+    """A plain call, with as many ranks as a pod has here."""
+    return whole(0, epochs=4)
 
 
 @pytest.mark.slow
 def test_a_killed_pod_comes_back_as_the_same_attempt_and_the_next_attempt_goes_on_too_in_one_tracker_run(
-    storage, pod, whole
+    storage, pod, undisturbed
 ):
     with tracker.Server("answers") as server:
         tracked = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url}
@@ -86,8 +85,8 @@ def test_a_killed_pod_comes_back_as_the_same_attempt_and_the_next_attempt_goes_o
     outputs = again.outputs()
     for attempt in (again, second):
         assert "resuming from the checkpoint" in attempt.log
-        assert same(weights(storage, attempt.outputs()), weights(storage, whole))
-    assert outputs.epoch_accuracies == whole.epoch_accuracies
+        assert same(weights(storage, attempt.outputs()), undisturbed.weights)
+    assert outputs.epoch_accuracies == [epoch.test["accuracy"] for epoch in undisturbed.result.epochs]
     assert "of the previous attempt: s3://bucket/run/train/1/logs\n" in again.log
     remains = storage.objects[console]
     assert b"Logs: s3://bucket/run/train/1/logs" in remains
@@ -99,16 +98,17 @@ def test_a_killed_pod_comes_back_as_the_same_attempt_and_the_next_attempt_goes_o
 
 
 @pytest.mark.slow
-def test_a_promotion_is_stored_and_its_report_is_a_tab(storage, data, whole):
-    values = {"model_state": whole.model_state, "data": data, "hp": HP, "options": PromotionOptions()}
+def test_a_promotion_is_stored_and_its_report_is_a_tab(storage, data, undisturbed):
+    storage.objects["bucket/model.pt"] = (undisturbed.folder / "model.pt").read_bytes()
+    values = {"model_state": File(path="s3://bucket/model.pt"), "data": data, "hp": HP, "options": PromotionOptions()}
     pod = Pod2(
         promote.promote, {**values, "place": "s3://bucket/models"}, storage, action="promote", environment=NO_GPU
     )
     pod.finish()
     outputs = pod.outputs()
     version = f"bucket/models/versions/{outputs.summary.version}"
-    assert same(weights(storage, outputs), weights(storage, whole))
-    assert storage.objects[f"{version}/model.pt"] == storage.objects[whole.model_state.path.removeprefix("s3://")]
+    assert same(weights(storage, outputs), undisturbed.weights)
+    assert storage.objects[f"{version}/model.pt"] == storage.objects["bucket/model.pt"]
     page = storage.objects["bucket/run/promote/1/report.html"].decode()
     assert ">Promotion</li>" in page
     assert f"accuracy {outputs.summary.candidate:.2%}, as the first model" in page
