@@ -3,61 +3,21 @@
 import shutil
 from contextlib import suppress
 
-import numpy as np
 import pytest
 import torch
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.job import job_in, make_subject
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
+from flyte_ddp.events import StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.manifest import read_manifest, shards_beside
 from flyte_ddp.settings import RunOptions
 from tests.engine.probe_recipes import Settings
-from tests.engine.sharding.sharded_runs import HERE, KINDS, WHOLE, assert_alike, interrupt, run
+from tests.engine.sharding.sharded_runs import HERE, KINDS, WHOLE, Seen, assert_alike, interrupt, run
 from tests.engine.sharding_recipes import Rotating
 from tests.small_training import Unplugged
-
-
-class Seen:
-    """Sees where a training starts and has a checkpoint, and fails after so many events that are left, which kills the
-    ranks."""
-
-    def __init__(self, left=10**9):
-        self.left, self.started, self.reached, self.refused = left, (0, 0), (0, 0), []
-
-    def __call__(self, event):
-        if isinstance(event, RunStarted):
-            self.started = event.first_epoch, event.first_step
-        elif isinstance(event, CheckpointWritten):
-            self.reached = event.epoch, event.step
-        elif isinstance(event, CheckpointRefused):
-            self.refused.append(event.reason)
-        self.left -= isinstance(event, (CheckpointWritten, StepLogged))
-        if self.left < 0:
-            raise Unplugged
-
-
-@pytest.mark.slow
-def test_a_training_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path):
-    settings = {**WHOLE, "epochs": 2}
-    _, _, expected = run("Everything", tmp_path / "whole", nproc=2, **settings)
-    draws, seen = np.random.default_rng(0), Seen()
-    for _ in range(2):
-        seen.left, before = int(draws.integers(1, 12)), seen.reached
-        with pytest.raises(Unplugged):
-            run("Everything", tmp_path / "cut", watch=seen, seconds=0, nproc=2, **settings)
-        assert seen.started >= before
-    seen.left = 10**9
-    resumed = run("Everything", tmp_path / "cut", watch=seen, nproc=2, **settings)
-    assert all(torch.equal(resumed[2][name], value) for name, value in expected.items())
-    assert not seen.refused
-    assert not shards_beside(tmp_path / "cut" / "checkpoint").exists()
-
-
-# --- what is read ---
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from flyte_ddp.events import CheckpointWritten, StepLogged
+from flyte_ddp.events import CheckpointRefused, CheckpointWritten, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.probe_recipes import Settings
@@ -69,3 +69,22 @@ def interrupt(output, after, name="Everything", **how):
     with pytest.raises(Unplugged):
         run(name, output, watch=unplug, seconds=0, **how)
     assert Path(output, "checkpoint").exists()
+
+
+class Seen:
+    """Sees where a training starts and has a checkpoint, and fails after so many events that are left, which kills the
+    ranks."""
+
+    def __init__(self, left=10**9):
+        self.left, self.started, self.reached, self.refused = left, (0, 0), (0, 0), []
+
+    def __call__(self, event):
+        if isinstance(event, RunStarted):
+            self.started = event.first_epoch, event.first_step
+        elif isinstance(event, CheckpointWritten):
+            self.reached = event.epoch, event.step
+        elif isinstance(event, CheckpointRefused):
+            self.refused.append(event.reason)
+        self.left -= isinstance(event, (CheckpointWritten, StepLogged))
+        if self.left < 0:
+            raise Unplugged
