@@ -234,10 +234,6 @@ class Persistent(Plain):
     own = MappingProxyType({"persistent_workers": True, "drop_last": True, "collate_fn": mixed, "num_workers": 3})
 
 
-class Unforked(Plain):
-    own = MappingProxyType({"num_workers": 0})
-
-
 class Generated(Plain):
     """Generators of its own give the orders."""
 
@@ -263,24 +259,21 @@ class Bucketed(Plain):
         return DataLoader(samples, batch_sampler=Buckets(RandomSampler(samples), 4, False), num_workers=2)
 
 
-class OneByOne(Plain):
-    """A batch is a sample of the Dataset."""
-
-    own = MappingProxyType(
-        {
-            "batch_size": None,
-            "shuffle": None,
-            "collate_fn": lambda sample: (sample[0][None], torch.tensor([sample[1]])),
-        }
-    )
+def lonely(sample):
+    return sample[0][None], torch.tensor([sample[1]])
 
 
 class Cycled(Plain):
-    """The second loader begins anew within the epoch."""
+    """The second loader begins anew within the epoch. A batch of the third one is a sample of the Dataset."""
 
     def train_dataloader(self):
         rest = {"shuffle": True, "num_workers": 1}
-        return {"a": DataLoader(Augmented(52), 4, **rest), "b": DataLoader(Augmented(9, 100), 2, **rest)}
+        one_by_one = DataLoader(Augmented(14, 200), None, num_workers=2, collate_fn=lonely)
+        return {
+            "a": DataLoader(Augmented(52), 4, **rest),
+            "b": DataLoader(Augmented(9, 100), 2, **rest),
+            "c": one_by_one,
+        }
 
 
 class Streamed(Plain):

@@ -31,19 +31,6 @@ def few_steps() -> Any:
     return settings(limit_train_batches=10)
 
 
-def test_a_killed_training_ends_with_the_same_bits_with_shuffling_dropout_and_a_schedule(tmp_path):
-    """On three ranks, among which the order of a sum matters."""
-    undisturbed = train(tmp_path / "whole", few_steps(), nproc=3)
-    with pytest.raises(KilledError):
-        train(tmp_path / "killed", few_steps(), nproc=3, on_event=at_checkpoint(1, kill))
-    resumed = train(tmp_path / "killed", few_steps(), nproc=3)
-    assert [event.first_epoch for event in of(RunStarted, resumed)] == [1]
-    assert same(resumed.weights, undisturbed.weights)
-    assert resumed.result.tested == undisturbed.result.tested
-    for ours, theirs in zip(resumed.result.epochs, undisturbed.result.epochs, strict=True):
-        assert (ours.train, ours.validation) == (theirs.train, theirs.validation)
-
-
 def test_a_host_without_the_checkpoint_is_sent_it(tmp_path, whole):
     two: Any = {"target": "tests.lightning.targets:on_two_hosts"}
     with pytest.raises(KilledError):
@@ -185,15 +172,19 @@ def test_a_module_that_returns_the_loss_of_each_sample_has_their_mean(tmp_path):
     assert 1.5 < trained.result.epochs[0].train["loss"] < 2.5  # ten classes begin at 2.3
 
 
-def test_what_a_modelcheckpoint_has_kept_survives_a_kill_in_logs_of_another_place(tmp_path):
-    keeping = few_steps(), "numerals.variants:KeepingFirst"
-    whole = train(tmp_path / "whole", *keeping)
+def test_a_killed_training_ends_with_the_same_bits_and_keeps_its_modelcheckpoint_in_logs_of_another_place(tmp_path):
+    """With shuffling, dropout and a schedule, on three ranks, among which the order of a sum matters."""
+    keeping: Any = {"settings": few_steps(), "module": "numerals.variants:KeepingFirst", "nproc": 3}
+    whole = train(tmp_path / "whole", **keeping)
     assert len(of(CheckpointWritten, whole)) == 3
     with pytest.raises(KilledError):
-        train(tmp_path / "killed", *keeping, on_event=at_checkpoint(1, kill))
+        train(tmp_path / "killed", on_event=at_checkpoint(1, kill), **keeping)
     shutil.rmtree(tmp_path / "killed" / "logs")
-    resumed = train((tmp_path / "killed").rename(tmp_path / "resumed"), *keeping)
+    resumed = train((tmp_path / "killed").rename(tmp_path / "resumed"), **keeping)
     assert [event.first_epoch for event in of(RunStarted, resumed)] == [1]
+    assert resumed.result.tested == whole.result.tested
+    for ours, theirs in zip(resumed.result.epochs, whole.result.epochs, strict=True):
+        assert (ours.train, ours.validation) == (theirs.train, theirs.validation)
     (best,) = (tmp_path / "resumed" / "logs" / "kept").iterdir()
     undisturbed = torch.load(tmp_path / "whole" / "logs" / "kept" / "epoch=0.ckpt", weights_only=True)
     assert best.name == "epoch=0.ckpt"
