@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from flyteidl.core.literals_pb2 import Literal, LiteralCollection
 
 from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.launch.failures import RankError, from_exit_code
 from flyte_ddp.lightning.settings import LightningSettings
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import (
     AllTrials,
     Entrant,
@@ -32,10 +31,7 @@ from flyte_ddp.sweep.halving import (
     run_rungs,
 )
 from flyte_ddp.sweep.search import Sweep, trials_of
-from scripts.dry_run import decode
 from tests.commands import ROOT, pyflyte, same, start_pyflyte
-from tests.object_storage import object_storage
-from tests.pod import Pod, literal, package_for_here, small_dataset
 
 RATES = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
 BY_TWO = Sweep({"learning_rate": RATES}, reduction_factor=2)
@@ -156,6 +152,14 @@ def test_a_trial_whose_settings_its_recipe_refuses_ends_no_other():
     ]
 
 
+def test_a_trial_whose_rank_is_killed_ends_no_other_and_is_named_if_all_fail():
+    def run(entrant: Entrant) -> TrialResult:
+        raise RankError(from_exit_code(-signal.SIGKILL, 0, "host"))
+
+    with pytest.raises(ReportedError, match=r"(?s)^Every trial .*\nTrial 8 \(learning_rate 0.7\): SIGKILL: "):
+        run_rungs(BY_TWO, EIGHT, run)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("largest", [True, False])
 def test_trials_whose_measure_is_not_finite_have_failed(value, largest):
@@ -209,7 +213,7 @@ def test_it_needs_neither_flytekit_nor_torch():
 
 
 def sweep(values: str, factor: int = 1) -> list[str]:
-    hp = '{"dataset": "digits", "epochs": 4, "batch_size": 512, "train_fraction": 0.25}'
+    hp = '{"dataset": "digits", "epochs": 4, "batch_size": 256}'
     text = f'{{"values": {{"learning_rate": {values}}}, "reduction_factor": {factor}}}'
     return ["workflows/sweep.py", "sweep_wf", "--hp", hp, "--sweep", text]
 
@@ -234,26 +238,38 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     command = sweep("[0.02, 1e20, 0.1, 0.2]", factor=4)
     running = start_pyflyte(*command)
     assert running.stderr is not None
-    log = ""
+    log, awaited = "", iter(["Continues from", "Train Epoch"])
+    start = next(awaited)
     for line in running.stderr:
         log += line
-        if line.startswith("Continues from"):
+        if line.startswith(start) and not (start := next(awaited, "")):
             break
     running.send_signal(signal.SIGINT)
-    running.communicate(timeout=120)
-    assert epochs_of(log) == ["1 of 1"] * 3, "and one that failed in its first"
+    log += running.communicate(timeout=120)[1]
+    assert running.returncode not in (0, None)
+    assert "Every trial" not in log
+    assert epochs_of(log)[:3] == ["1 of 1"] * 3, "and one that failed in its first"
 
     halved = pyflyte(*command)
     assert set(epochs_of(halved.stderr)) <= {"2 of 4", "3 of 4", "4 of 4"}, "the first rung is remembered"
+    held_out = "digits: 1,376 training, 125 validation and 296 test images"
+    assert halved.stderr.count(held_out) == 1, "and so is the failure"
+    assert "resuming from the checkpoint" in halved.stderr
+    assert halved.stderr.count("digits: 1,501 training and 296 test images") == 1
+    assert "validation_fraction=0.0" in halved.stdout, "the last one trains on all images"
     spared = "7 epochs instead of 16: all 4 trials trained to epoch 1, the best 1 to epoch 4"
     assert f"\nTrained:  {spared}\n" in halved.stderr
     winner, *others = table(halved.stdout)
     assert [row["trained_epochs"] for row in (winner, *others)] == ["4", "1", "1", "1"]
-    assert (others[-1]["learning_rate"], "NonFiniteError" in others[-1]["failure"]) == ("1e+20", True)
+    assert (winner["failure"], others[-1]["learning_rate"], others[-1]["validation_accuracy"]) == ("", "1e+20", "")
+    assert "NonFiniteError" in others[-1]["failure"]
+    assert f"learning_rate={winner['learning_rate']}" in halved.stdout
     assert "stop_after=0" in halved.stdout
     page = Path(re.findall(r" report=([^,]+)", halved.stdout)[0]).read_text()
     assert f"Trained: {spared}." in page
     assert "Trained epochs" in page
+    assert "125 validation samples" in page
+    assert "Trial 2 (learning_rate 1e+20): NonFiniteError" in page
 
     whole = pyflyte(*sweep(f"[{winner['learning_rate']}]"))
     assert epochs_of(whole.stderr) == ["1 of 4", "2 of 4", "3 of 4", "4 of 4"]
@@ -261,38 +277,3 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     assert "trained_epochs" not in uninterrupted
     assert uninterrupted["validation_accuracy"] == winner["validation_accuracy"]
     assert same(weights(winner), weights(uninterrupted))
-
-
-# --- in pods ---
-
-
-def listed(*values: object) -> Literal:
-    found = [value if isinstance(value, Literal) else literal(value) for value in values]
-    return Literal(collection=LiteralCollection(literals=found))
-
-
-@pytest.mark.slow
-def test_a_pod_goes_on_from_where_one_of_the_rung_before_ended(tmp_path):
-    tasks = package_for_here().tasks
-    hps = [Hyperparameters(epochs=2, batch_size=100, learning_rate=rate) for rate in (0.05, 0.1)]
-    texts, halving = [hp.to_json() for hp in hps], literal(Sweep(reduction_factor=2))
-    given = {"data": small_dataset(tmp_path / "small"), "options": literal(RunOptions())}
-    cut = {"entrant": literal(Entrant(replace(hps[0], stop_after=1).to_json())), **given}
-    first = Pod(tasks["workflows.sweep.train_trial"], cut, tmp_path / "first").run()["o0"]
-    assert decode(first)["split"] == "test", "as it was not told to hold any images out"
-    other = literal(TrialResult({"accuracy": 0.01}, 296))
-    rungs = {"sweep": halving, "trials": listed(*texts), "rungs": listed(listed(first, other))}
-    going = Pod(tasks["flyte_ddp.sweep.task.next_rung"], rungs, tmp_path / "next").run()
-    (found,) = map(decode, going["o0"].collection.literals)
-    assert found["checkpoint"].startswith(str(tmp_path / "first" / "raw")), "Flyte's storage"
-    settings = json.loads(found["settings"])
-    assert (settings["learning_rate"], settings["stop_after"]) == (0.05, 0)
-    with object_storage() as storage:
-        storage.objects["bucket/rung/final-checkpoint"] = Path(found["checkpoint"]).read_bytes()
-        continued = Entrant(found["settings"], "s3://bucket/rung/final-checkpoint")
-        task = tasks["workflows.sweep.train_trial"]
-        inputs = {"entrant": literal(continued), **given}
-        second = Pod(task, inputs, tmp_path / "second", environment=storage.environment)
-        result = decode(second.run()["o0"])
-    assert "Continues from final-checkpoint, after epoch 1" in second.log
-    assert (result["failure"], result["checkpoint"]) == ("", "")

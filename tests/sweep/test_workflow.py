@@ -1,11 +1,8 @@
-"""The sweep by pyflyte, cut off on the way, and by the pods of a cluster."""
+"""The sweep by pyflyte, and by the pods of a cluster."""
 
 import csv
 import os
-import re
 import runpy
-import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,73 +22,20 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.sweep.halving import Entrant, TrialResult
 from flyte_ddp.sweep.search import Sweep
-from flyte_ddp.sweep.task import run_sweep, try_out
+from flyte_ddp.sweep.task import next_rung, run_sweep, try_out
 from scripts.dry_run import decode
-from tests.commands import ROOT, output, pyflyte, start_pyflyte, words
+from tests.commands import ROOT, pyflyte, words
+from tests.object_storage import object_storage
 from tests.pod import Pod, container_of, literal, package_for_here, small_dataset
 
 SWEEP = ["workflows/sweep.py", "sweep_wf"]
 DIGITS = ["--hp", '{"dataset": "digits", "epochs": 1, "batch_size": 512}']
-HP = Hyperparameters(epochs=10, batch_size=100, learning_rate=0.05)
+HP = Hyperparameters(epochs=4, batch_size=100, learning_rate=0.05)
 
 
 def table(path: str) -> list[Any]:
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
-
-
-# --- locally ---
-
-
-def in_training(arguments: list[str]) -> "subprocess.Popen[str]":
-    """A sweep that has begun to train."""
-    running = start_pyflyte(*arguments)
-    assert running.stderr is not None
-    for line in running.stderr:
-        if line.startswith("Train Epoch"):
-            return running
-    raise AssertionError("it ended without a step")
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@pytest.mark.slow
-def test_a_sweep_that_was_cut_off_goes_on_and_shows_the_best_and_the_failed():
-    command = [*SWEEP, *DIGITS, "--sweep", '{"values": {"learning_rate": [1e6, 0.05]}}']
-
-    running = in_training(command)
-    os.kill(next(rank for child in children(running.pid) for rank in children(child)), signal.SIGKILL)
-    report = words(running.communicate(timeout=120)[1].partition("Error")[2])
-    assert running.returncode == 1
-    assert "Trial 1 (learning_rate 1e+06): NonFiniteError: " in report
-    assert "Trial 2 (learning_rate 0.05): SIGKILL: " in report
-    assert "Traceback" not in report
-
-    running = in_training(command)
-    running.send_signal(signal.SIGINT)
-    log = running.communicate(timeout=120)[1]
-    assert running.returncode not in (0, None)
-    assert "Every trial" not in log
-
-    done = pyflyte(*command)
-    held_out = "digits: 1,376 training, 125 validation and 296 test images"
-    assert done.stderr.count(held_out) == 1, "the failure is remembered"
-    assert "resuming from the checkpoint" in done.stderr
-    assert done.stderr.count("digits: 1,501 training and 296 test images") == 1
-
-    best, failed = table(output(done, "table"))
-    assert (best["trial"], best["learning_rate"], best["failure"]) == ("2", "0.05", "")
-    assert float(best["validation_accuracy"]) >= 0.8
-    assert Path(best["report"]).is_file()
-    assert (failed["trial"], failed["validation_accuracy"]) == ("1", "")
-    assert "NonFiniteError" in failed["failure"]
-    assert "learning_rate=0.05" in done.stdout
-    assert "validation_fraction=0.0" in done.stdout, "the last one trains on all images"
-    page = Path(re.findall(r" report=([^,]+)", done.stdout)[0]).read_text()
-    assert "125 validation samples" in page
-    assert "Trial 1 (learning_rate 1e+06): NonFiniteError" in page
 
 
 @pytest.mark.parametrize(
@@ -166,7 +110,7 @@ def rungs(*results: list[Literal]) -> Literal:
 
 
 @pytest.mark.slow
-def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
+def test_pods_of_a_map_task_report_what_came_of_their_trial_and_that_of_the_next_rung_goes_on(place):
     inputs = {
         "sweep": literal(Sweep(concurrency=3, reduction_factor=2)),
         "trials": literals([replace(HP, learning_rate=rate) for rate in (0.05, 0.1)]),
@@ -192,14 +136,23 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     )
 
     gone = str(place / "gone" / "final-checkpoint")  # without it the training begins at the start
-    inputs = {
-        "entrant": literals([Entrant(HP.to_json(), gone)]),
-        "data": small_dataset(place / "small"),
-        "options": literal(RunOptions()),
-    }
+    given = {"data": small_dataset(place / "small"), "options": literal(RunOptions())}
     number = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "0"}
-    trial = Pod(mapped, inputs, place / "trial", environment=number)
-    trained = trial.run()["o0"]
+    entrants = {"entrant": literals([Entrant(replace(HP, stop_after=1).to_json(), gone)])}
+    trial = Pod(mapped, {**entrants, **given}, place / "trial", environment=number)
+    first = trial.run()["o0"]
+    result = TrialResult(**decode(first))
+    assert result.split == "test", "as it was not told to hold any images out"
+    assert result.checkpoint.startswith(str(trial.folder / "raw")), "Flyte's storage"
+    other = TrialResult({"accuracy": 0.01}, 296)
+    (going,) = next_rung(sweep=Sweep(reduction_factor=2), trials=[HP.to_json()] * 2, rungs=[[result, other]])
+    with object_storage() as storage:
+        storage.objects["bucket/rung/final-checkpoint"] = Path(going.checkpoint).read_bytes()
+        entrants = {"entrant": literals([replace(going, checkpoint="s3://bucket/rung/final-checkpoint")])}
+        second = Pod(mapped, {**entrants, **given}, place / "second", environment={**number, **storage.environment})
+        trained = second.run()["o0"]
+    assert "Continues from final-checkpoint, after epoch 1" in second.log
+    assert (decode(trained)["failure"], decode(trained)["checkpoint"]) == ("", "")
 
     lost = Literal(scalar=Scalar(none_type=Void()))
     diverged = literal(TrialResult(failure="NonFiniteError: loss is not finite in epoch 1"))
@@ -213,7 +166,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial(place):
     assert Hyperparameters.from_json(decode(outputs["best"])) == HP
     best, *others = table(outputs["table"].scalar.blob.uri)
     assert (best["trial"], best["learning_rate"], best["failure"]) == ("3", "0.05", "")
-    assert best["report"].startswith(str(trial.folder / "raw")), "Flyte's storage"
+    assert best["report"].startswith(str(second.folder / "raw")), "Flyte's storage"
     assert os.path.getsize(best["report"]) > 10_000
     assert [trial["trial"] for trial in others] == ["1", "2", "4"]
     assert "the log of its pod says why" in others[1]["failure"]
