@@ -6,8 +6,10 @@ import subprocess
 import pytest
 import torch
 
-from flyte_ddp.events import RunStarted
+from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.failures import PreemptedError
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.training import train as train_here
 from tests.commands import ROOT, free_port, same
 from tests.small_training import identical
 
@@ -115,26 +117,29 @@ os.environ["DDP_TEST_LAUNCHER"] = str(os.getpid())
 settings = TrainingSettings(epochs=2, batch_size=12, test_batch_size=4, log_interval=3, threads=1)
 train("tests.engine.notices:own_loop", settings, RunOptions(), output=sys.argv[1])
 """
+ON_ONE = TrainingSettings(epochs=2, batch_size=12, test_batch_size=4, log_interval=3, threads=1)
 
 
 @pytest.mark.slow
 def test_a_notice_on_one_of_two_nodes_ends_both(whole, tmp_path):
-    """Its rank alone hears of it, in an evaluation."""
+    """Its rank alone hears of it, in an evaluation. Two ranks of one node go on."""
     (tmp_path / "on_nodes.py").write_text(ON_NODES)
-
-    def run(phase):
-        command = [
-            "torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(tmp_path / "on_nodes.py"), str(tmp_path / "trained"),
-        ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DDP_TEST_PHASE": phase}
-        nodes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-        return [(node.communicate(timeout=240)[1], node.returncode) for node in nodes]
-
-    for said, status in run("evaluation 3"):
-        assert status != 0
+    command = [
+        "torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(tmp_path / "on_nodes.py"), str(tmp_path / "trained"),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DDP_TEST_PHASE": "evaluation 3"}
+    nodes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for node in nodes:
+        said = node.communicate(timeout=240)[1]
+        assert node.returncode != 0
         assert "stopped on request in the evaluation after epoch 1, step 7, with which a resume begins" in said
     assert not (tmp_path / "trained" / "model.pt").exists()
-    assert [status for _, status in run("")] == [0, 0]
+    begun: list[Event] = []
+    train_here(
+        "tests.engine.notices:own_loop", ON_ONE, RunOptions(nproc=2), output=tmp_path / "trained", on_event=begun.append
+    )
+    (started,) = [event for event in begun if isinstance(event, RunStarted)]
+    assert (started.first_epoch, started.first_step) == (0, 7)
     expected = whole(2, recipe="tests.engine.notices:own_loop", threads=1, **OWN)
     assert same(torch.load(tmp_path / "trained" / "model.pt", weights_only=True), expected.weights)
