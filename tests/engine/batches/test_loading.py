@@ -27,7 +27,7 @@ from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
 from flyte_ddp.launch.failures import RankError, RecoverableRankError
 from flyte_ddp.settings import RunOptions
-from tests.small_training import Trained, Unplugged, identical, relative_difference, unplug_at
+from tests.small_training import Trained, Unplugged, identical, unplug_at
 
 TARGETS = "tests.engine.loading_targets"
 
@@ -87,7 +87,7 @@ def test_a_dataset_of_tensors_with_a_transform_is_asked_for_its_samples():
 
 
 @pytest.mark.slow
-def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
+def test_workers_and_a_restart_do_not_change_the_result(digits, train):
     def run(nproc: int, workers: int, **more) -> Trained:
         return train(nproc, data=dataset(digits), loader_workers=workers, learning_rate=0.02, log_interval=1, **more)
 
@@ -99,7 +99,6 @@ def test_ranks_workers_and_a_restart_do_not_change_the_result(digits, train):
     assert isinstance(started, RunStarted)
     assert started.first_step > 0
     assert identical(plain, resumed)
-    assert relative_difference(plain, run(1, 1, name="alone")) < 1e-3
 
 
 @pytest.mark.slow
@@ -173,12 +172,13 @@ launch("load_and_wait", (sys.argv[1], 3, sys.argv[2]), on_event=lambda event: pr
 def test_loader_workers_end_with_a_killed_parent(digits, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", PARENT, dataset(digits), str(tmp_path / "pids")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipe) as parent:
         assert parent.stdout is not None
         assert "CheckpointFailed\n" in iter(parent.stdout.readline, ""), "it ended before it was to be killed"
         parent.kill()
         # the ranks and their workers hold the pipe too: this returns when the last of them has ended
-        parent.communicate(timeout=60)
+        assert parent.communicate(timeout=60)[1] == ""
     assert len(pids(tmp_path)) == 4
     assert all(has_ended(pid) for pid in pids(tmp_path))
     assert list(tmp_path.glob("ddp-*")) == []
