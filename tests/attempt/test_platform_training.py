@@ -143,7 +143,7 @@ def test_another_execution_goes_on_from_a_named_checkpoint_and_refuses_that_of_a
         run(Folders(tmp_path / "fourth"), small_data, resume_from="nowhere")
 
 
-LONG = dataclasses.replace(HP, epochs=3, batch_size=2)
+LONG = dataclasses.replace(HP, epochs=2, batch_size=2)
 OFTEN: dict[str, Any] = {"nproc": 2, "checkpoint_seconds": 0.3}
 
 

@@ -169,7 +169,7 @@ def trained(folder, names, virtual_ranks, counts):
     asked = []
     for name in names:
         code = find_code(f"{CLASSES[name].__module__}:{name}")
-        subject = make_subject(code, Settings(batch_size=10, epochs=2, virtual_ranks=virtual_ranks))
+        subject = make_subject(code, Settings(batch_size=10, virtual_ranks=virtual_ranks))
         for ranks in counts:
             place = folder / f"{name} {ranks}"
             place.mkdir(parents=True)
