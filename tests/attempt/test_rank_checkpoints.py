@@ -34,7 +34,7 @@ if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
     pytest.skip("sharding needs a newer torch", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
-WHOLE = {"batch_size": 32, "validation_fraction": 0.2, "epochs": 2, "log_interval": 1}
+WHOLE = {"batch_size": 16, "validation_fraction": 0.2, "epochs": 2, "log_interval": 1}
 
 
 class Unplugged(Exception):

@@ -20,7 +20,7 @@ if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
 
 HERE = "tests.engine.sharding_recipes"
 KINDS = "off", "full"
-WHOLE: dict[str, Any] = {"batch_size": 32, "validation_fraction": 0.2, "epochs": 2}
+WHOLE: dict[str, Any] = {"batch_size": 16, "validation_fraction": 0.2, "epochs": 2}
 
 
 def run(

@@ -24,21 +24,22 @@ def test_all_that_a_recipe_can_ask_for_is_as_without_sharding(tmp_path):
     settings = {"batch_size": 16, "validation_fraction": 0.2}
     off = run("Everything", tmp_path / "off", "off", nproc=3, **settings)
     full = run("Everything", tmp_path / "full", nproc=3, **settings)
-    assert len(full[0]) == len(off[0]) == 16
+    assert len(full[0]) == len(off[0]) == 8
     assert_alike(full, off)
     assert full[1].best_epoch == off[1].best_epoch == 1
     found, expected = (np.load(result.output / "predictions.npy") for _, result, _ in (full, off))
     assert (found == expected).mean() > 0.9
     assert (full[1].output / "pictures.npz").exists()
+    check_digest(*full[1:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "nproc"),
-    [("Everything", 3), ("TiedOutside", 2), ("ChannelsLast", 3)],
-)
+@pytest.mark.parametrize(("name", "nproc"), [("TiedOutside", 2), ("ChannelsLast", 3)])
 def test_the_digest_is_that_of_the_same_weights_when_whole(tmp_path, name, nproc):
-    _, result, weights = run(name, tmp_path, nproc=nproc, batch_size=12)
+    check_digest(*run(name, tmp_path, nproc=nproc, batch_size=12)[1:])
+
+
+def check_digest(result, weights):
     assert result.digest == weights_digest(weights) == result.epochs[-1].digest
     assert weights_digest({key: value + 1 for key, value in weights.items()}) != result.digest
 
@@ -70,7 +71,7 @@ def test_it_starts_from_weights_and_goes_on_from_a_checkpoint_as_without_shardin
 def test_an_optimizers_state_goes_on_with_the_strides_of_its_weights(tmp_path):
     first = {kind: run("ChannelsLast", tmp_path / kind, kind)[1].output / "final-checkpoint" for kind in KINDS}
     expected = run("ChannelsLast", tmp_path / "on", "off", init=first["off"], epochs=2)
-    for before, after in (("full", "off"), ("off", "full"), ("full", "full")):
+    for before, after in (("full", "off"), ("off", "full")):
         on = run("ChannelsLast", tmp_path / before / after, after, init=first[before], epochs=2)
         assert_alike(on, expected)
 

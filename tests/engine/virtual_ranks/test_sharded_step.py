@@ -57,8 +57,7 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 def test_equal_bits_however_layers_are_called_and_batches_divided(tmp_path):
     expected = run(tmp_path / "1", "Skipping", 1, "off", **SHORT)
-    for nproc in (2, 3):
-        assert run(tmp_path / f"{nproc}", "Skipping", nproc, **SHORT) == expected
+    assert run(tmp_path / "3", "Skipping", 3, **SHORT) == expected
 
 
 @pytest.mark.slow
