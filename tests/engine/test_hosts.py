@@ -262,7 +262,9 @@ def on_four_hosts(environment, link, job):
 
 @pytest.mark.slow
 def test_ranks_measure_their_links_and_name_those_of_a_slow_host(train):
-    reasons = [warning.reason for warning in train(4, target=f"{__name__}:on_four_hosts").result.warnings]
+    reasons = [
+        warning.reason for warning in train(4, target=f"{__name__}:on_four_hosts", batch_size=106).result.warnings
+    ]
     (reason,) = [one for one in reasons if "GB/s" in one]
     named = re.findall(r"from (host-\d) to (host-\d)", reason)
     assert named == [("host-0", "host-1"), ("host-1", "host-2")], reason

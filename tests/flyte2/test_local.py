@@ -179,7 +179,7 @@ def test_what_a_cluster_is_tried_with_runs_here_too(tmp_path, monkeypatch):
 def test_a_sweep_cuts_trials_and_trains_with_the_best(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
     sweep = {"values": {"learning_rate": [0.01, 0.1, 1e30]}, "reduction_factor": 2}
-    hp = {**SMALL, "batch_size": 64, "epochs": 2, "seed": 13}
+    hp = {**SMALL, "batch_size": 256, "epochs": 2, "seed": 13}
     arguments = ("--sweep", json.dumps(sweep), "--hp", json.dumps(hp), "--options", '{"nproc": 1}')
     flyte_run(*arguments, file="flyte2/sweep.py")
     (table,) = tmp_path.glob("*/trials.csv")
