@@ -98,6 +98,7 @@ def test_a_notice_is_obeyed_at_once(tmp_path, monkeypatch, module, phase, said, 
         "settings": settings(epochs=2, log_interval=1000, limit_train_batches=10),
         "module": f"numerals.variants:{module}",
         "data": "numerals.loaders:Evaluated",
+        "nproc": 2 if module in ("Noticed", "Judged") else 1,
     }
     whole = train(tmp_path / "whole", **of_it)
     monkeypatch.setenv("NUMERALS_NOTICE", phase)
@@ -146,7 +147,9 @@ def test_gradients_that_no_optimizer_has_stepped_by_are_not_lost(tmp_path, modul
 )
 def test_what_sets_up_an_epoch_is_called_again_and_weights_are_those_of_the_checkpoint(tmp_path, module, more):
     few = settings(epochs=2, limit_train_batches=10)
-    whole, resumed = whole_and_resumed(tmp_path, 15, settings=few, module=f"numerals.variants:{module}", **more)
+    whole, resumed = whole_and_resumed(
+        tmp_path, 15, settings=few, module=f"numerals.variants:{module}", nproc=1, **more
+    )
     assert of(RunStarted, resumed)[0].first_epoch == 1
     assert of(RunStarted, resumed)[0].first_step >= 5
     check_same(resumed, whole)
@@ -173,7 +176,7 @@ def test_callbacks_of_lightnings_go_on_within_an_epoch(tmp_path, module):
 
 def test_a_checkpoint_waits_for_gradients_that_are_being_added_up(tmp_path):
     added_up = settings(epochs=1, accumulate_grad_batches=3, limit_train_batches=15)
-    whole, resumed = whole_and_resumed(tmp_path, 2, settings=added_up)
+    whole, resumed = whole_and_resumed(tmp_path, 2, settings=added_up, nproc=1)
     assert of(RunStarted, resumed)[0].first_step % 3 == 0
     check_same(resumed, whole)
 
