@@ -210,7 +210,7 @@ def test_a_run_that_was_cut_off_remembers_the_best_epoch_and_its_patience(train,
     expected = whole(**settings)
     with pytest.raises(Unplugged):
         train(name="cut", checkpoint_seconds=0, on_event=unplug, **settings)
-    resumed = train(name="cut", checkpoint_seconds=0, **settings)
+    resumed = train(name="cut", **settings)
     last = len(expected.result.epochs)
     assert of(resumed, RunStarted)[0].first_epoch in (min(epoch, last) - 1, min(epoch, last))
     assert identical(expected, resumed)
