@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,19 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.report.progress import attempts_in
 from flyte_ddp.settings import RunOptions
 from tests.commands import pyflyte
-from tests.pod import Pod, container_of, is_whole, literal, package, package_for_here, small_dataset
+from tests.pod import (
+    PATIENCE_SECONDS,
+    Pod,
+    container_of,
+    is_whole,
+    literal,
+    package,
+    package_for_here,
+    small_dataset,
+)
+from tests.report.test_tracking import KEY, files_with
+from tests.report.test_watch import watch
+from tests.report.wandb_server import Server
 
 HP = Hyperparameters(dataset="digits", epochs=1, batch_size=512)
 SETTINGS: dict[str, Any] = {"epochs": 5, "batch_size": 50, "learning_rate": 0.02, "precision": "float32"}
@@ -65,20 +78,39 @@ def undisturbed(place, small, whole):
 
 
 @pytest.mark.slow
-def test_pods_train_as_a_local_run_does(place, prepared):
-    pod = training_pod(prepared, place / "train", RunOptions(), hp=HP)
-    outputs = pod.run()
+def test_pods_train_as_a_local_run_does_and_show_their_report_meanwhile(place, prepared):
+    """With everything switched on."""
+    hp, options = dataclasses.replace(SMALL, dataset="digits", epochs=2), RunOptions(tracking="online", profile=True)
+    with Server("answers") as server:
+        tracker = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+        pod = training_pod(prepared, place / "train", options, hp=hp, environment=tracker)
+        deck = pod.folder / "deck.html"
+        with pod.running() as process:
+            pod.wait_until(deck.exists, process)
+            is_live = not pod.outputs_file.exists()
+            process.wait(PATIENCE_SECONDS)
+        outputs = pod.outputs()
+    assert is_live
     uri = outputs["model_state"].scalar.blob.uri
     assert uri.startswith(str(pod.folder / "raw")), "Flyte's storage"
     assert os.path.getsize(uri) > 1_000_000
     known = read_metadata(uri)
     assert known is not None, "it can be loaded wherever it is copied"
     assert (known.settings["dataset"], known.measures["accuracy"]) == ("digits", accuracies(outputs)[-1])
-    assert (pod.folder / "deck.html").exists()
+    page = deck.read_text()
+    assert page.count('role="img"') == 5
+    assert "Finished" in page
+    assert server.url in page
+    assert 'role="img"' in Path(outputs["report"].scalar.blob.uri).read_text()
     assert outputs["logs"].scalar.blob.uri == str(pod.folder / "raw" / "logs"), "where the logs of a lost pod are too"
-    assert (pod.folder / "raw" / "logs" / "predictions.npy").exists()
+    names = {path.name for path in pod.logs.rglob("*")}
+    assert {"predictions.npy", "rank0.pt.trace.json", "rank1.pt.trace.json", "operators.json"} <= names
+    status, said = watch(pod.logs)
+    assert status == 0
+    assert "Epoch 2 of 2: test accuracy" in said, "from Flyte's storage"
+    assert not files_with(KEY, pod.folder)
 
-    local = pyflyte("workflows/mnist.py", "pytorch_training_wf", "--hp", HP.to_json())
+    local = pyflyte("workflows/mnist.py", "pytorch_training_wf", "--hp", hp.to_json())
     (shown,) = re.findall(r"epoch_accuracies=\[([^\]]*)\]", local.stdout)
     assert accuracies(outputs) == [float(value) for value in shown.split(", ")]
 

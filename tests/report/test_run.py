@@ -1,17 +1,14 @@
-"""Whole runs with everything switched on: by pyflyte as a user types it, and as a pod."""
+"""A whole run with everything switched on, by pyflyte as a user types it. A pod's is in tests/test_pod.py."""
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.commands import ROOT, pyflyte, pyflyte_process
-from tests.pod import Pod, literal, package_for_here, small_dataset
+from tests.pod import small_dataset
 from tests.report.test_tracking import KEY, files_with
-from tests.report.test_watch import watch
 from tests.report.wandb_server import Server
 
 OPTIONS = RunOptions(tracking="online", profile=True)
@@ -45,36 +42,6 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     assert "nothing was trained now. To train again, put --overwrite-cache before the file" in said[3]
     assert KEY not in "".join(said)
     assert not files_with(KEY, tmp_path), "not in the report, the logs, W&B's files, nor Flyte's cache"
-
-
-@pytest.mark.slow
-def test_pod_shows_its_report_while_it_trains(tmp_path):
-    data = small_dataset(tmp_path / "small")
-    hp = Hyperparameters(epochs=3, batch_size=50, learning_rate=0.02, precision="float32")
-    task = package_for_here().tasks["workflows.mnist.pytorch_mnist_task"]
-    inputs = {"hp": literal(hp), "data": data, "options": literal(OPTIONS)}
-    deck = tmp_path / "pod" / "deck.html"
-    with Server("answers") as server:
-        pod = Pod(task, inputs, tmp_path / "pod", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url})
-        with pod.running() as process:
-            pod.wait_until(deck.exists, process)
-            live = not pod.outputs_file.exists()
-            process.wait(timeout=300)
-        outputs = pod.outputs()
-    assert live
-    page = deck.read_text()
-    assert page.count('role="img"') == 5
-    assert "Finished" in page
-    assert server.url in page
-    uploaded = Path(outputs["report"].scalar.blob.uri).read_text()
-    assert 'role="img"' in uploaded
-    logs = Path(outputs["logs"].scalar.blob.uri)
-    names = {path.name for path in logs.rglob("*")}
-    assert {"predictions.npy", "rank0.pt.trace.json", "rank1.pt.trace.json", "operators.json"} <= names
-    status, said = watch(logs)
-    assert status == 0
-    assert "Epoch 3 of 3: test accuracy" in said, "from Flyte's storage"
-    assert not files_with(KEY, tmp_path)
 
 
 @pytest.mark.parametrize("option", ['{"tracking": "sometimes"}', '{"profile": "yes"}', '{"wandb_project": 3}'])
