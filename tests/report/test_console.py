@@ -109,36 +109,36 @@ def on_terminal(program: str, *arguments: str, columns: int = 100) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [40, 120])
-def test_terminal_has_one_live_line(recorded, recorded_file, columns):
+def test_terminal_has_one_live_line(recorded, recorded_file):
     program = """if True:
-        import pickle, sys
+        import os, pickle, sys
         from pathlib import Path
         from flyte_ddp.report.console import LiveConsole, open_console, say, show_output
         show_output()
-        console = open_console()
-        assert isinstance(console, LiveConsole)
-        console._progress.refresh()
-        say("above the line")
-        for event in pickle.loads(Path(sys.argv[1]).read_bytes()).events:
-            console(event)
+        for columns in ("40", "120"):
+            os.environ["COLUMNS"] = columns
+            console = open_console()
+            assert isinstance(console, LiveConsole)
             console._progress.refresh()
-        console.close()
-        say("the end")
+            say("above the line")
+            for event in pickle.loads(Path(sys.argv[1]).read_bytes()).events:
+                console(event)
+                console._progress.refresh()
+            console.close()
+            say("the end")
     """
-    said = on_terminal(program, str(recorded_file), columns=columns)
-    assert "Train Epoch" not in said
-    epoch = recorded.of(EpochFinished)[-1]
-    assert f"Epoch 2 of 2: test accuracy {epoch.test['accuracy']:.2%}" in said
-    assert said.count("Epoch 2 of 2") == 1
-    if columns == 120:
-        last = recorded.of(StepLogged)[-1].measures
-        assert f"accuracy {last['accuracy']:.1%}, loss {last['loss']:.3f}, " in said
-        assert "images/s" in said
-    assert "\x1b[2Kabove the line\r\n" in said, "not behind the live one, which would run over"
-    assert said.rstrip().endswith("the end")
     # whatever was drawn has been cleared again: what follows begins at the start of a line
-    assert said.endswith("\x1b[2Kthe end\r\n")
+    *parts, nothing = on_terminal(program, str(recorded_file)).split("\x1b[2Kthe end\r\n")
+    assert (len(parts), nothing) == (2, ""), parts
+    epoch, last = recorded.of(EpochFinished)[-1], recorded.of(StepLogged)[-1].measures
+    for said in parts:
+        assert "Train Epoch" not in said
+        assert f"Epoch 2 of 2: test accuracy {epoch.test['accuracy']:.2%}" in said
+        assert said.count("Epoch 2 of 2") == 1
+        assert "\x1b[2Kabove the line\r\n" in said, "not behind the live one, which would run over"
+    figures = f"accuracy {last['accuracy']:.1%}, loss {last['loss']:.3f}, "
+    assert [figures in said for said in parts] == [False, True], "each line is as wide as the terminal"
+    assert "images/s" in parts[1]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])

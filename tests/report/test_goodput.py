@@ -189,7 +189,7 @@ def test_a_training_that_is_cut_off_twice_accounts_for_its_wall_clock(tmp_path, 
             if steps == cut_at:
                 raise Unplugged
 
-        hp = Hyperparameters(epochs=3, batch_size=16, log_interval=1, precision="float32")
+        hp = Hyperparameters(epochs=2, batch_size=16, log_interval=1, precision="float32")
         options = RunOptions(checkpoint_seconds=0, tracking="off")
         train(
             "flyte_ddp.recipes.images:ImageClassifier", hp, options, data=small_data, output=tmp_path, on_event=on_event

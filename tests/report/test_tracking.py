@@ -89,15 +89,18 @@ def test_settings_and_measures_keep_their_names_where_a_tracker_has_the_same(rec
         dataclasses.replace(event, measures=event.measures | more) if isinstance(event, StepLogged) else event
         for event in events
     ]
-    (tmp_path / "tensorboard").mkdir()
     run = tell_tracker((info, named), tmp_path, {"tracking": "offline"}).run
     (started,) = recorded.of(RunStarted)
     assert (run.config["recipe"], run.config["run.recipe"]) == ("soup", recorded.info.recipe)
     assert (run.config["device"], run.config["run.device"]) == ("oven", started.device)
     assert run.config["backend"] == started.backend, "which auto stood for"
 
-    told = tell_tracker((info, named), tmp_path / "tensorboard", {"tracking": "tensorboard"})
-    points = in_tensorboard(told.logs)
+    info = dataclasses.replace(info, logs=tmp_path)
+    tracking = Tracking(info, TensorBoard(info, print), tmp_path)
+    for event in named:
+        tracking(event)
+    tracking.close()
+    points = in_tensorboard(tmp_path)
     assert {value for _, value in points["train/gradient_norm"]} == {7.0}
     assert len(points["train/run.gradient_norm"]) == len(recorded.of(StepLogged))
 
@@ -145,7 +148,7 @@ def test_run_is_kept_where_the_server_is_silent(recorded, track, tmp_path):
     earlier = tmp_path / "tracked" / "wandb" / "run-20260101_000000-earlier" / "logs"  # of an attempt that was killed
     earlier.mkdir(parents=True)
     with Server("silent") as server:
-        told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+        told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url, WAIT_SECONDS="1")
     assert earlier.exists()
     assert_kept(recorded, told)
 
@@ -165,7 +168,7 @@ def test_online_without_a_key_is_offline(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_server_that_falls_silent_is_not_waited_for(recorded, track):
     with Server("stops") as server:
-        told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+        told = track({"tracking": "online"}, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url, WAIT_SECONDS="3")
     assert told.said.count("wandb sync") == 1
     assert told.run.values("train/loss") == pytest.approx([step.measures["loss"] for step in recorded.of(StepLogged)])
 

@@ -1,6 +1,7 @@
 """A process that tells a tracker of a recorded training, and what the tracker has of it afterwards.
 
 python -m tests.report.track RECORDED LOGS OPTIONS END; END: closed, or killed once the tracker has heard of all.
+WAIT_SECONDS in its environment is how long a server is waited for that may never answer.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flyte_ddp.report import mlflow_run
+from flyte_ddp.report import mlflow_run, wandb_run
 from flyte_ddp.report.console import show_output
 from flyte_ddp.report.mlflow_run import TRAINING
 from flyte_ddp.report.tracking import CLOSE_SECONDS, TRACKERS, Tracking, open_tracker
@@ -102,6 +103,9 @@ def main() -> None:
     Path(logs).mkdir(exist_ok=True)
     setting = dataclasses.replace(setting, logs=Path(logs), options=RunOptions.from_json(options))
     urls: list[str] = []
+    if "WAIT_SECONDS" in os.environ:
+        wait = float(os.environ["WAIT_SECONDS"])
+        wandb_run.PROBE_SECONDS, wandb_run.FINISH_SECONDS = (wandb_run.PROBE_SECONDS[0], wait), wait
     mlflow_run.SEND_SECONDS = 0.0
     if end == "killed":
         tracking = Tracking(setting, TRACKERS[setting.options.tracking](setting, urls.append), Path(logs).parent)
