@@ -88,9 +88,7 @@ def test_a_network_that_has_become_nan_is_not_exported(short, tmp_path):
 
 
 # Of texts, and of a folder's images, whose networks test_folder.py has in the other formats
-@pytest.mark.parametrize(
-    ("example", "formats"), [("charlm", "safetensors,pt2,onnx"), ("finetune_images", "safetensors")]
-)
+@pytest.mark.parametrize(("example", "formats"), [("charlm", "safetensors,pt2,onnx"), ("resnet", "safetensors")])
 def test_every_format_gives_the_measures_that_the_training_reported(example, formats):
     trained, data = examples.trained(example, 1), examples.data_of(example)
     recipe = f"{example}.recipe:{RECIPES[example]}"

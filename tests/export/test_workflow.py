@@ -4,16 +4,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.sources.datasets import prepare
-from tests.commands import ROOT, output, pyflyte, start_pyflyte
+from tests.commands import output, pyflyte, start_pyflyte
 from tests.once import trained_classifier
 
 pytestmark = pytest.mark.slow
@@ -57,39 +55,6 @@ def test_the_card_has_data_measures_classes_inputs_and_how_to_load_it(trained, e
     metadata = json.loads((folder / "model.json").read_text())
     assert metadata["measures"]["accuracy"] == pytest.approx(trained.accuracy, abs=1e-4)
     assert (metadata["facts"]["network"], len(metadata["facts"]["classes"])) == ("fashion_cnn", 10)
-
-
-def test_each_file_works_by_itself_for_any_number_of_images(trained, exported):
-    """Nothing of ours but what loads the last two, and the pixels."""
-    images, labels = prepared.open_split(prepare("digits"), "test")
-    description = prepared.read_description(prepare("digits"))
-    inputs = (torch.from_numpy(images) / 255 - description.mean[0]) / description.std[0]
-    torch.save((inputs, torch.from_numpy(labels)), exported[1].parent / "images.pt")
-    program = """if True:
-        import sys
-        import torch
-        from onnxruntime import InferenceSession
-        model, folder = sys.argv[1:]
-        images, labels = torch.load(f"{folder}/../images.pt")
-        session = InferenceSession(f"{folder}/model.onnx")
-
-        def measure(network):
-            with torch.inference_mode():
-                found = [network(images[part]).argmax(1) for part in (slice(0, 1), slice(1, 8), slice(8, None))]
-            print((torch.cat(found) == labels).float().mean().item())
-
-        measure(torch.export.load(f"{folder}/model.pt2").module())
-        measure(lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0]))
-        assert "flyte_ddp" not in sys.modules
-        from flyte_ddp.recipes.models import load_model
-        measure(load_model(f"{folder}/model.safetensors"))
-        measure(load_model(model))
-    """
-    command = [sys.executable, "-c", program, str(trained.model), str(exported[1])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [float(line) for line in done.stdout.split()] == 4 * [pytest.approx(trained.accuracy, abs=1e-4)]
 
 
 def test_killed_in_the_middle_it_leaves_no_half_of_a_model(trained):
