@@ -175,7 +175,7 @@ class TrainingState(Training):
         changes neither the weights nor the average.
 
         The host waits for the device only if the optimizer is not fused, or if there are both an average and
-        skip_spikes.
+        skip_spikes; and in the first step, if model() has frozen weights.
 
         Args:
             shares: this rank's samples of the global batch: a single Batch, or with virtual ranks one for each of its
@@ -479,9 +479,11 @@ class TrainingState(Training):
 
         Torch's count of changes would miss those by `.data`.
         """
+        if not self.base.names:
+            return []
         weights = self.model.state_dict()
-        sums = [sum_bits(local(weights[name])) for name in sorted(self.base.names)]
-        return torch.stack(sums).tolist() if sums else []
+        sums = [sum_bits(local(weights[name])).to(self.device) for name in sorted(self.base.names)]
+        return torch.stack(sums).tolist()
 
     def digest(self) -> str:
         """Return the digest of the weights that are evaluated, 16 hex digits; a collective."""

@@ -11,7 +11,7 @@ from flyte_ddp.engine.job import Job
 from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import Environment
 
-# Options that decide which collectives ranks call
+# Options that decide which collectives ranks call, keep_checkpoint where a network is sharded
 OPTIONS = ("sharding", "compile", "audit_every", "trace_every", "odd_hosts", "keep_best", "keep_checkpoint")
 
 

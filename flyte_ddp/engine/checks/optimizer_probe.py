@@ -70,7 +70,10 @@ def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
         _refuse_uneven_rounding(recipe, optimizer, what)
     if not is_whole:  # each rank steps its own rows, and a checkpoint has the optimizer's state in another form
         return []
-    check_readable({"optimizer": optimizer.state_dict()})
+    try:
+        check_readable({"optimizer": optimizer.state_dict()})
+    except InputError as error:
+        raise InputError(f"{what}: {error}") from None
     places = {weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None and weight.numel()}
     state = pytree.tree_leaves([*optimizer.state.values()])
     if any(isinstance(leaf, Tensor) and leaf.data_ptr() in places for leaf in state):

@@ -229,7 +229,7 @@ class Trials:
                 f"{code_location(recipe, 'model')}: forward creates or removes the weights {listed(late)}, of which "
                 "no optimizer and no checkpoint would know: create all weights in its __init__"
             )
-        if is_whole:
+        if is_whole and not seed:
             self.whole = trial
         return trial
 

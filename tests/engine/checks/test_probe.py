@@ -226,6 +226,16 @@ def test_what_drops_layers_by_pythons_random_numbers_counts_as_drawing():
         assert Trials(recipe, Network(recipe.model()), split, torch.arange(4))().has_drawn is has_drawn
 
 
+def test_draws_of_another_seed_are_nothing_to_compare_with():
+    """Of a split of one sample, each trial is one of all samples."""
+    recipe = CLASSES["Sound"](Settings())
+    split = Resident(recipe.data("train")[:1], torch.device("cpu"))
+    trials = Trials(recipe, Network(recipe.model()), split, torch.arange(1))
+    first = trials()
+    trials(0, 1, seed=1)
+    assert trials.whole is first
+
+
 @pytest.mark.parametrize("name", ["NaNWeights", "InfiniteWeights", "NaNParameter"])
 def test_weights_of_loss_or_network_that_are_not_finite_end_the_run(alone, tmp_path, name):
     with pytest.raises(NonFiniteError, match="loss is not finite in epoch 1, step 1, on rank 0"):
