@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -249,7 +250,7 @@ def hash_of_body(function: Callable[..., Any]) -> str:
         source = inspect.getsource(function)
         # A multi-line string in an indented function may keep textwrap.dedent from finding the indent
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return ""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = next((node for node in ast.walk(tree) if isinstance(node, functions)), None)

@@ -5,7 +5,11 @@ that calls others reads this module again, and gets the settings as variables.
 """
 
 import copy
+import inspect
+import math
 import os
+import time
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -240,11 +244,24 @@ def shipped() -> tuple[str, ...]:
 
 
 class CodeCache(flyte.Cache):
-    """A cache whose version also follows the body of the task's function."""
+    """A cache whose version also follows the body of the task's function.
+
+    Attributes:
+        made: the time at which the file of the task was imported, in seconds since 1970.
+    """
+
+    made = math.inf
 
     def get_version(self, params: Any = None) -> str:
         version = super().get_version(params)
-        return hash_parts({"": version, "body": hash_of_body(params.func)}) if params and params.func else version
+        if not (params and params.func):
+            return version
+        file = inspect.getsourcefile(inspect.unwrap(params.func))
+        if file and os.path.exists(file) and os.path.getmtime(file) > self.made:
+            # The SDK asks at each call of the task: the user has edited the file since it was imported, and the body
+            # that runs is another one. So nothing is found in the cache, and nothing finds what is stored now
+            return uuid.uuid4().hex
+        return hash_parts({"": version, "body": hash_of_body(params.func)})
 
 
 def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] = ()) -> flyte.Cache:
@@ -259,4 +276,6 @@ def cached(code: str, ignored: Sequence[str] = (), distributions: Sequence[str] 
         distributions: names of installed packages, whose versions count.
     """
     version = with_installed(code, distributions)
-    return CodeCache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
+    cache = CodeCache("auto", version_override=version, ignored_inputs=tuple(ignored), serialize=True)
+    cache.made = time.time()
+    return cache

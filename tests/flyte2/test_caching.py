@@ -1,15 +1,19 @@
 """What decides whether a result of Flyte 2 is reused, and what a pod asks for."""
 
 import asyncio
+import importlib
+import os
 import pickle
 import secrets
 import shutil
 import subprocess
 import sys
+import time
 from typing import Any
 
 import flyte
 import pytest
+from flyte._cache.cache import VersionParameters
 from flyte.extend import get_proto_extended_resources, get_proto_resources
 from flyte.io import Dir
 from flyte.types import TypeEngine
@@ -85,6 +89,18 @@ def test_a_task_whose_body_has_changed_is_computed_again():
 
     for factor in (2, 3):
         assert flyte.with_runcontext("local").run(define(factor), number=number).outputs()[0] == number * factor
+
+
+def test_a_body_that_is_edited_while_it_runs_is_not_found_by_what_it_was_edited_to(project):
+    (project / "edited.py").write_text("async def double(number: int) -> int:\n    return 2 * number\n")
+    double = importlib.import_module("edited").double
+    cache, parameters = cached("1"), VersionParameters(func=double)
+    before = cache.get_version(parameters)
+    assert cache.get_version(parameters) == before
+    (project / "edited.py").write_text("async def double(number: int) -> int:\n    return 3 * number\n")
+    os.utime(project / "edited.py", (time.time() + 1,) * 2)
+    edited = cache.get_version(parameters)
+    assert edited not in (before, cache.get_version(parameters), cached("1").get_version(parameters))
 
 
 def test_a_pod_gets_what_is_registered(monkeypatch):
