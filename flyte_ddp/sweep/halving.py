@@ -245,7 +245,8 @@ def choose_entrants(
 
     Raises:
         ReportedError: All trials have failed.
-        InputError: The results have measures, but none has the sweep's measure.
+        InputError: The results have measures, but none has the sweep's measure; or lower values of it are better, and
+            the sweep looks for the largest.
     """
     latest = latest_results(sweep, trials, rungs)
     advancing = _best_entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)
@@ -334,7 +335,7 @@ def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
     if sweep.largest and any(sweep.measure in trial.result.lower_is_better for trial in latest):
         raise InputError(
             f"Sweep.largest must be false for {sweep.measure}, got true: the recipe's lower_is_better names it, so the "
-            "largest is that of the worst trial"
+            "largest is that of the worst trial; set it to false, and the trials come from the cache"
         )
     return sorted(latest, key=order)
 

@@ -69,11 +69,8 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_reduction_factor(sweep, settings)
-    if sweep.reduction_factor > 1 and isinstance(inputs.get("init"), FlyteDirectory):
-        raise InputError(
-            "Sweep.reduction_factor must be 1 where trials start from a folder of weights, which a trial that goes on "
-            f"from its checkpoint would lack, got {sweep.reduction_factor}"
-        )
+    if sweep.reduction_factor > 1:
+        _refuse_folder(inputs.get("init"))
     texts = [trial.to_json() for trial in trials]
     if is_local():  # flytekit's local map task caches all trials or none; one by one, a sweep resumes
         rungs = run_rungs(sweep, settings, lambda entrant: _read_value(run(entrant=entrant, **inputs)))
@@ -84,6 +81,15 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
         for _ in plan_rungs(sweep, settings)[1:]:
             rungs.append(run_all(entrant=next_rung(sweep=sweep, trials=texts, rungs=rungs)))
     return compare_trials(sweep=sweep, trials=texts, rungs=rungs, subject=subject)
+
+
+def _refuse_folder(init: Any) -> None:
+    """Raise InputError if trials that are cut would start from a folder of weights."""
+    if isinstance(init, FlyteDirectory):
+        raise InputError(
+            "Sweep.reduction_factor must be 1 where trials start from a folder of weights, which a trial that goes on "
+            "from its checkpoint would lack: set it to 1"
+        )
 
 
 def _read_value(result: Any) -> TrialResult:
@@ -110,11 +116,14 @@ def try_out(
 
     Raises:
         RankError, TaskError: the training has failed for another reason than a value that is not finite.
+        InputError: a trial that goes on from a checkpoint has started from a folder of weights.
     """
     started = time.time()
     storage = FlyteContextManager.current_context().file_access
     settings = kind.from_json(entrant.settings)
     checkpoint = entrant.checkpoint
+    if checkpoint:  # run_sweep() may have seen the promise of a folder
+        _refuse_folder(inputs.get("init"))
     init = {"init": FlyteFile(checkpoint)} if checkpoint and storage.exists(checkpoint) else {}
     try:
         outputs = run(settings, **{**inputs, **init})

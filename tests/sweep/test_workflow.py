@@ -80,6 +80,9 @@ def test_trials_from_a_folder_of_weights_are_not_cut():
     sweep, trials = Sweep(reduction_factor=2), [HP, replace(HP, seed=2)]
     with pytest.raises(InputError, match="must be 1 where trials start from a folder of weights"):
         run_sweep(sweep, trials, None, "texts", init=FlyteDirectory("base"))
+    run: Any = None
+    with pytest.raises(InputError, match="must be 1 where trials start from a folder of weights"):
+        try_out(run, Hyperparameters, Entrant(HP.to_json(), "checkpoint"), init=FlyteDirectory("base"))
 
 
 # --- in pods ---
