@@ -319,8 +319,8 @@ def _supervise(
 
 def _with_ended(failures: Sequence[Failure], ranks: Sequence[_Rank]) -> list[Failure]:
     """Return the failures; a hang or a lost peer with the ranks in its message whose work had ended by then, if any."""
-    ended = listed([str(rank.rank) for rank in ranks if rank.outcome == "done"])
-    said = f"rank {ended} had ended its work before: " if ended else ""
+    ended = [str(rank.rank) for rank in ranks if rank.outcome == "done"]
+    said = f"rank{'s' * (len(ended) > 1)} {listed(ended)} had ended before: " if ended else ""
     return [replace(one, message=said + one.message) if one.kind in ("hang", "peer") else one for one in failures]
 
 

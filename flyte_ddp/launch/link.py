@@ -19,8 +19,9 @@ from flyte_ddp.launch.limits import peak_memory
 from flyte_ddp.launch.phases import STARTING, STEPPING
 
 ALIVE_SECONDS = 1.0  # time between two heartbeats, each of which costs a system call
-# Linux puts so few bytes into a pipe whole or not at all. So the parent, which reads piece by piece, never waits for
-# the rest of one, though the rank may be stopped while it sends.
+# Linux puts so few bytes into a socket pair whole or not at all, and up to 16,384 bytes multiprocessing writes them at
+# once with their length. So the parent, which reads piece by piece, never waits for the rest of one, though the rank
+# may be stopped while it sends.
 PIECE_BYTES = 16_000
 
 

@@ -47,6 +47,7 @@ def process_group(
     """
     global _left
     if _left is not None and _left is distributed.group.WORLD:
+        _left = None
         distributed.destroy_process_group()
     device = torch.device(environment.world.device)
     if device.type == "cuda":
