@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from flyte_ddp.attempt.options import explain_settings
 from flyte_ddp.fields import describe_fields
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
@@ -117,6 +118,8 @@ def test_a_wrong_input_is_a_usage_error_before_anything_is_done(tmp_path, argume
 
 
 def test_the_help_has_a_line_for_each_setting_and_no_schema():
+    pyflyte(*WORKFLOW, "--help")
+    explain_settings(lambda option: None)  # as the import of flyte2/ does, for options of its own
     said = words(pyflyte(*WORKFLOW, "--help").stdout)
     for kind in (Hyperparameters, RunOptions):
         for name, text in describe_fields(kind).items():

@@ -9,9 +9,11 @@ import click
 
 from flyte_ddp.fields import Settings, describe_fields, find_default
 
+_kinds_of: list[Callable[[click.ParamType], Any]] = []  # of flytekit's options, of flyte's, or of both
+
 
 def explain_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Patch click so that commands explain settings. A second call replaces the first patch.
+    """Patch click so that commands explain settings. A second call is for options of another kind, too.
 
     The help of an option whose type is a Settings class shows one line per setting instead of a JSON schema. The
     message about an unknown option says where it belongs: --epochs is a field of --hp. flytekit and flyte make their
@@ -20,12 +22,15 @@ def explain_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
     Args:
         kind_of: returns the Python type that an option is converted to. Any other value leaves the option unchanged.
     """
-    make = getattr(click.Option.__init__, "original", click.Option.__init__)
-    refuse = getattr(click.NoSuchOption.__init__, "original", click.NoSuchOption.__init__)
+    _kinds_of.append(kind_of)
+    if len(_kinds_of) > 1:
+        return
+    make = click.Option.__init__
+    refuse = click.NoSuchOption.__init__
 
     def find_settings(option: click.ParamType) -> type[Settings] | None:
-        kind = kind_of(option)
-        return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
+        kinds = [kind_of(option) for kind_of in _kinds_of]
+        return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)), None)
 
     def init(self: click.Option, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **named)
@@ -50,8 +55,6 @@ def explain_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
             self.message = f"{self.message} {hint}"  # type: ignore[misc]
             self.possibilities = None  # type: ignore[misc]
 
-    init.original = make  # type: ignore[attr-defined]
-    init_error.original = refuse  # type: ignore[attr-defined]
     click.Option.__init__ = init  # type: ignore[method-assign]
     click.NoSuchOption.__init__ = init_error  # type: ignore[method-assign]
 

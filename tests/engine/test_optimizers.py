@@ -11,6 +11,7 @@ from flyte_ddp.events import Event, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.probe_recipes import Settings
+from tests.small_training import Unplugged
 
 
 def run(name, output, on_event=None, **more):
@@ -62,9 +63,9 @@ def test_a_scheduler_that_nothing_would_step_is_refused(alone, tmp_path):
 def test_a_resume_where_the_optimizer_is_fused_goes_on_from_where_it_was_not(alone, tmp_path, monkeypatch):
     def interrupt(event):
         if isinstance(event, StepLogged) and event.step == 2:
-            raise KeyboardInterrupt
+            raise Unplugged
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Unplugged):
         run("FusedWhereItMay", tmp_path, interrupt, checkpoint_seconds=0)
     distributed.destroy_process_group()
     monkeypatch.setenv("FUSED", "1")
