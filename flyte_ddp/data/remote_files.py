@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.spec import AbstractBufferedFile
 
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.fsspec_compat import own_client
@@ -234,23 +233,45 @@ def _is_of_blocks(index: bytes) -> bool:
     return isinstance(content, dict) and "blocks" in content
 
 
-class StoredFile(AbstractBufferedFile):
-    """A file for libraries that read at any position, such as pyarrow. Nothing is read ahead."""
+class StoredFile(io.RawIOBase):
+    """A file for libraries that read at any position, such as pyarrow."""
 
     def __init__(self, stored: Stored, file: str, size: int):
-        super().__init__(stored.files, file, cache_type="none", size=size)
-        self._stored = stored
+        self.stored = stored
+        self.file = file
+        self.size = size
+        self.position = 0
 
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        """Return the bytes from start to before end, or to the file's end, by as many requests as that takes.
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read from the position until the buffer is full or the file ends, and move the position.
+
+        Returns the number of bytes, 0 at the file's end. The method fills the buffer by as many requests as that takes,
+        because pyarrow treats a shorter read as an error.
 
         Raises:
             DataError: The file is not there, or may not be read.
             DownloadError: The storage still fails after several tries.
         """
-        stop = min(end, self.size)
-        begins = range(start, stop, PIECE_BYTES)
-        return b"".join(self._stored.read(self.path, begin, min(begin + PIECE_BYTES, stop)) for begin in begins)
+        begin = self.position
+        stop = min(begin + len(buffer), self.size)
+        for start in range(begin, stop, PIECE_BYTES):
+            end = min(start + PIECE_BYTES, stop)
+            buffer[start - begin : end - begin] = self.stored.read(self.file, start, end)
+            self.position = end
+        return self.position - begin
 
 
 class PiecesFile(io.RawIOBase):
