@@ -35,7 +35,7 @@ from tests.report.test_watch import watch
 from tests.report.wandb_server import Server
 
 HP = Hyperparameters(dataset="digits", epochs=1, batch_size=512)
-SETTINGS: dict[str, Any] = {"epochs": 5, "batch_size": 50, "learning_rate": 0.02, "precision": "float32"}
+SETTINGS: dict[str, Any] = {"epochs": 20, "batch_size": 50, "learning_rate": 0.02, "precision": "float32"}
 SMALL = Hyperparameters(**SETTINGS)
 
 
