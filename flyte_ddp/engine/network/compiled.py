@@ -48,7 +48,12 @@ def check_device(device: torch.device) -> None:
 def compile_layers(recipe: Recipe, networks: Sequence[nn.Module]) -> None:
     """Have torch compile the layers of these networks when they are next called.
 
-    The layers are those that Recipe.fsdp_units names, or else the networks themselves. Their `forward` is replaced.
+    The layers are those that Recipe.fsdp_units names; if it names none, the networks themselves. Their `forward` is
+    replaced. The call also raises torch's limit on recompilations, and makes the choice of kernels deterministic, for
+    the whole process.
+
+    Raises:
+        InputError: A pattern in fsdp_units matches no layer, or matches a ModuleList or ModuleDict.
     """
     # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
     dynamic = False if recipe.settings.virtual_ranks else None
@@ -66,13 +71,13 @@ def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
 def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatches, link: Link) -> None:
     """Compile the network now, by computing a batch of each size in training and in evaluation; a collective.
 
-    The recipe's layers must have been wrapped by torch.compile before. No weight changes, and buffers are put back.
-    Compiling may take longer than a step ever should, so the rank sends a heartbeat after each layer.
+    Call compile_layers() before. No weight changes. Afterwards buffers have their values from before, and weights have
+    no gradients. Compiling may take longer than a step ever should, so the rank sends a heartbeat after each layer.
 
     Args:
         state: the training.
-        train: the batches of the training.
-        test: the batches of the evaluation.
+        train: the batches of the training; the first batch of epoch 0 is read.
+        test: the batches of the evaluation; the first one is read.
         link: gets the heartbeats.
 
     Raises:
@@ -96,7 +101,7 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
                 hooks.callback(layer.register_forward_hook(lambda *_: link.heartbeat(STARTING)).remove)
         for batch in _of_all_sizes(train, next(train.epoch(0))):
             first, *others = state.cut_up(batch)
-            for part in (first, *others[-1:]):  # which may be smaller
+            for part in (first, *others[-1:]):  # the last part may be smaller
                 with any_batch_size(), only_deterministic() if settings.virtual_ranks else nullcontext():
                     state.parallel.module.train()(part, (False, False), True).backward()
                 state.parallel.zero_grad()

@@ -28,13 +28,14 @@ First = tuple[nn.Module, set[str], list[str]]  # as first_model returns it
 def first_model(recipe: Recipe, job: Job) -> First:
     """Build the network on the CPU, with the values of model() and of the weights that init names; a collective.
 
-    A checkpoint that init names is not loaded here. With sharding, only rank 0 builds the network with values. The
-    other ranks build it on torch's meta device, where it takes no memory. A rank that cannot do so builds it with
-    values, too, and a remark on all ranks says so.
+    The layers that settings.freeze names are frozen. A checkpoint that init names is not loaded here. With sharding on
+    several ranks, only rank 0 builds the network with values. The other ranks build it on torch's meta device, where it
+    takes no memory. A rank that cannot do so builds it with values, too, and a remark on all ranks says so.
 
     Returns:
-        The network; the names of the frozen weights that keep model()'s values, which files of weights leave out; and
-        remarks for the user.
+        The network; rank 0's names of the frozen weights that keep model()'s values, which files of weights leave out;
+        and remarks for the user. A rank that has built the network without values lacks rank 0's remarks on init and
+        freezing.
 
     Raises:
         InputError: The network, or the settings of init, cannot be used. With sharding, rank 0 may be the only rank
@@ -81,8 +82,9 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
 def _with_values(recipe: Recipe, job: Job) -> First:
     """Build the network with values on this rank's CPU, and check that it can be trained; not a collective.
 
-    The values are those of model(). Weights that init names as a file replace them, and the layers that the settings
-    freeze are frozen. A checkpoint is not loaded here.
+    The values are those of model(). If init is a file of weights, its weights replace them. If init is a folder,
+    model() itself must have read it. If init is a checkpoint, it is not loaded here. The layers that settings.freeze
+    names are frozen.
 
     Returns:
         The network; the names of the frozen weights that keep model()'s values; and remarks for the user.
@@ -117,8 +119,8 @@ def _with_values(recipe: Recipe, job: Job) -> First:
 def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     """Build the network on torch's meta device, where tensors have no values and take no memory, and return it.
 
-    The layers that the settings freeze are frozen. Nothing is loaded from init. Memory on the meta device is allocated
-    anew for each tensor, so that a tensor for which give_room() would fail later fails here.
+    The layers that settings.freeze names are frozen. Nothing is loaded from init. give_room() is tried on each tensor,
+    because it would otherwise fail later, on this rank alone.
 
     Raises:
         InputError: model() returns no network, or one with a lazy layer. A pattern of settings.freeze matches nothing.
@@ -140,15 +142,14 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
             raise InputError(f"a tensor of shape {tuple(candidate.shape)} is neither a parameter nor a buffer")
     for tensor in tensors.values():
         if tensor.is_meta:
-            give_room(tensor, tensor.device)  # what would fail later fails here
+            give_room(tensor, tensor.device)
     return model
 
 
 def _call_model(recipe: Recipe) -> nn.Module:
-    """Return the network of the recipe's model(), for which the generators are seeded.
+    """Call the recipe's model() with seeded random generators, and return its network.
 
-    recipe.has_read_init is set to False before the call. recipe.has_read_init is True afterwards if model() has read
-    the folder that init names.
+    Afterwards recipe.has_read_init tells whether this call of model() has read the folder that init names.
 
     Raises:
         InputError: model() returned no nn.Module, or a lazy layer whose parameters have no shape yet.

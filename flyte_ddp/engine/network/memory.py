@@ -26,7 +26,7 @@ def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[
     """Have layers keep only their inputs for the backward pass, which then computes the layers once more.
 
     The layers are those that Recipe.activation_checkpointing names. Their `forward` is replaced. The second computation
-    draws the same random numbers (Chen et al. 2016, arXiv 1604.06174).
+    draws the same random numbers (Chen et al. 2016, arXiv 1604.06174). Without gradients a layer computes once.
 
     Args:
         recipe: the recipe.
@@ -34,7 +34,8 @@ def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[
         changing: the names of the buffers that a forward pass changes.
 
     Raises:
-        InputError: A layer has a buffer that a forward pass changes: it would change twice in a step.
+        InputError: A layer has a buffer that a forward pass changes: it would change twice in a step. Or a pattern in
+            activation_checkpointing matches no layer.
     """
     for name, layer in matching_layers(recipe, "activation_checkpointing", model).items():
         twice = next((buffer for buffer in changing if buffer.startswith(f"{name}.")), "")
@@ -55,9 +56,11 @@ def _forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _drawing_alike() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a layer's first and second computation, which draw the same from Python and NumPy.
+    """Store the states of Python's and NumPy's random generators, and return two context managers for a layer.
 
-    checkpoint() itself takes care of torch's generators.
+    The layer is first computed in the first one, and once more in the second one. The second one starts the generators
+    from the stored states, so both computations draw the same numbers, and it restores the generators at its end.
+    torch.utils.checkpoint itself takes care of torch's generators.
     """
     states = random.getstate(), np.random.get_state()
 
@@ -74,12 +77,13 @@ def _drawing_alike() -> tuple[AbstractContextManager[None], AbstractContextManag
 def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
     """Set state.micro_batch to a number of samples that fit into memory at once on all ranks; a collective.
 
-    Call this for a recipe with micro_batch = -1. The first number that is tried is the checkpoint's, or else the
-    largest share of a rank (with virtual ranks, of a part). The number is halved until each rank can compute gradients
-    of that many samples. The trials change no weights.
+    Call this for a recipe with micro_batch = -1, which is refused with virtual ranks and with sharding. The first
+    number that is tried is the checkpoint's, or else the samples of the largest share of a rank. The number is halved
+    until each rank can compute the gradients of that many samples. Each trial takes samples of the first batch of epoch
+    0, so later batches of longer samples may need more memory. The trials change no weights.
 
     Args:
-        state: the training.
+        state: the training; after a resume, state.micro_batch is the checkpoint's.
         train: the batches of the training.
 
     Returns:
@@ -105,9 +109,9 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 def _fits(state: TrainingState, part: Batch) -> bool:
     """Return whether this rank has memory for the gradients of these samples and the optimizer's state.
 
-    A forward and backward pass is tried. Afterwards buffers are put back, and no weight or gradient has changed. With
-    sharding all ranks must call it, but each rank gets its own answer. Errors other than a lack of memory are passed
-    on.
+    A forward and backward pass is tried. Afterwards buffers are put back, and no weight or gradient has changed. All
+    ranks must call it together, because layers such as nn.SyncBatchNorm exchange something, but each rank gets its own
+    answer. Errors other than a lack of memory are passed on.
     """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
     before = state.buffers.copy()

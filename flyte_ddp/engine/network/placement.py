@@ -31,8 +31,8 @@ def to_device(
 ) -> Average | None:
     """Move the network to the device, or shard it over all ranks; a collective with sharding.
 
-    The network is sharded if options.sharding is not "off". All ranks then get rank 0's weights and buffers. With
-    virtual ranks on a single rank, the network is checked as for sharding, but only moved, which gives the same bits.
+    The network is sharded if options.sharding is not "off". All ranks then get rank 0's weights and buffers. If there
+    are virtual ranks and only one rank, the network is checked as for sharding, but only moved: the bits are the same.
 
     Args:
         recipe: the recipe.
@@ -45,10 +45,10 @@ def to_device(
         precision: the precision of the training, "float32" or "bfloat16"; used with sharding alone.
 
     Returns:
-        The moving average of the weights, placed like the network; None if the recipe has none.
+        The moving average of the weights, placed like the network; None if recipe.ema_decay is 0.
 
     Raises:
-        InputError: The recipe, an option or a weight does not go with sharding.
+        InputError: The recipe, an option, a weight or the numbers of ranks on the nodes do not go with sharding.
     """
     virtual_ranks = recipe.settings.virtual_ranks
     if options.sharding != "off":
