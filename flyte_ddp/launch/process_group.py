@@ -22,6 +22,7 @@ from flyte_ddp.settings import RunOptions
 
 RENDEZVOUS = itertools.count()  # numbers this process's rendezvous, which all ranks go through in the same order
 _left: Any = None  # the group of a block that has raised
+_stores: dict[str | None, Store] = {}  # this process's first store for each port
 BEYOND_SECONDS = 60.0  # a collective waits so much longer than the launcher, which can then still query hanging ranks
 
 
@@ -129,5 +130,8 @@ def meet(environment: Environment, timeouts: Timeouts) -> Store:
         store.set_timeout(timeout)
     else:
         store = next(rendezvous(environment.init_method, environment.rank, size, timeout=timeout))[0]
-    # torchrun's store outlives a process group, so the next group would find the last one's addresses
+        # Without torchrun's agent, rank 0 serves the store as long as it holds one. It must not stop between two
+        # trainings: another rank may be at the second one already.
+        _stores.setdefault(os.environ.get("MASTER_PORT"), store)
+    # The store outlives a process group, so the next group would find the last one's addresses
     return PrefixStore(f"rendezvous {next(RENDEZVOUS)}", store)
