@@ -65,13 +65,13 @@ def is_avoiding(platform: Platform) -> bool:
 def find_nodes(platform: Platform, *urls: str, limit: float | None = None) -> list[AvoidedNode]:
     """Return the nodes to avoid, from the first of these folders that has a list of them; [] if none has.
 
-    If a folder has no list, or a damaged one, its file ELSEWHERE may name the folder of an earlier attempt. That folder
-    is then searched, and so on, before the next URL. If the storage still fails after several tries, there is a
-    warning, and the result is [].
+    Nodes of that list that were listed too long ago are left out. If a folder has no list, or a damaged one, which is
+    also a warning, its file ELSEWHERE may name the folder of an earlier attempt. That folder is then searched, and so
+    on, before the next URL. If the storage still fails after several tries, there is a warning, and the result is [].
 
     Args:
         platform: the platform.
-        urls: folders of checkpoints; an empty text is skipped.
+        urls: the URLs of folders of checkpoints in the storage; an empty text is skipped.
         limit: the hours for which a node is avoided, from when it was listed; None means DDP_AVOID_HOURS.
     """
     hours = registration().avoid_hours if limit is None else limit
@@ -93,9 +93,10 @@ def _fetch(platform: Platform, url: str, name: str) -> str:
 
 
 def _parse(text: str, place: str) -> list[AvoidedNode] | None:
-    """Return the nodes that a file's text lists, or None if the text is empty or no such list.
+    """Return the nodes in the text of a file avoided-nodes.json, however long ago they were listed.
 
-    An empty text means that there is no file. Any other text that is no list is also a warning, which names `place`.
+    Returns None for an empty text, which means that there is no file. For any other text that is no such list, the
+    function prints a warning that names `place`, the URL of the file, and also returns None.
     """
     if not text:
         return None
@@ -122,12 +123,13 @@ def add_nodes(platform: Platform, names: Sequence[str], reason: str) -> None:
     """Add nodes to the list of nodes to avoid, beside this attempt's checkpoint in the storage.
 
     A node that is in the list already gets the new reason and time, but keeps the marks of pods that have left it. If
-    this attempt has no list yet, it begins with the previous attempt's. Nothing happens locally or without
-    DDP_AVOID_HOURS. A failure of the storage is only a warning.
+    this attempt has no list yet, it begins with the previous attempt's. Nodes that were listed more than
+    DDP_AVOID_HOURS ago leave the list. A line on the console says which nodes are avoided. Nothing happens locally or
+    without DDP_AVOID_HOURS. A failure of the storage is only a warning.
 
     Args:
         platform: the platform.
-        names: the names of the nodes.
+        names: the names of the nodes; if there are none, nothing happens.
         reason: what is wrong with their hardware.
     """
     if not names or not is_avoiding(platform):
@@ -154,24 +156,26 @@ def _only_warning(problem: str) -> Iterator[None]:
 
 
 def keep_away(platform: Platform, resume_from: str = "") -> dict[str, str]:
-    """Leave this node if its hardware has failed before; otherwise return warnings about the nodes to avoid.
+    """Raise an error if this pod is on a node to avoid and can leave it; otherwise return warnings about such nodes.
 
-    A retry's pod may come to the same node again. An execution leaves each node at most once, and none in its last
-    attempt, because a doubtful node is better than none. The list of nodes to avoid comes from the first of these
-    folders that has one: this attempt's checkpoint folder, the previous attempt's, resume_from. Rank 0, or the process
-    that starts the ranks, copies the list to this attempt's folder. If the storage fails, there is a warning, and the
-    pod stays.
+    Call it before a training starts: in the process that starts the ranks, or on many nodes in each rank. A retry's pod
+    may come to the same node again. An execution leaves each node at most once, which a mark in the storage says, and
+    none in its last attempt, because a doubtful node is better than none. The list of nodes to avoid comes from the
+    first of these folders that has one: this attempt's checkpoint folder, the previous attempt's, resume_from. Rank 0,
+    or the process that starts the ranks, copies the list to this attempt's folder. If the storage fails, there is a
+    warning, and the pod stays.
 
     Args:
         platform: the platform.
         resume_from: the folder of an earlier execution's checkpoint; empty is none.
 
     Returns:
-        For each node to avoid, by its name, a warning to show if a rank trains there. Empty in a local run or without
-        DDP_AVOID_HOURS, for which the storage is not read, and if the pod does not know its node's name.
+        For each node to avoid, by its name, a warning to show if a rank trains there. Empty in a local run and without
+        DDP_AVOID_HOURS. Empty, too, with a warning, if the pod does not know its node's name. In these cases the
+        storage is not read.
 
     Raises:
-        RecoverableError: This pod leaves its node.
+        RecoverableError: This pod is to leave its node, and the next attempt may come to another one.
     """
     if not is_avoiding(platform):
         return {}
@@ -193,10 +197,10 @@ def _describe(node: AvoidedNode) -> str:
 
 
 def _try_to_leave(platform: Platform, node: AvoidedNode) -> bool:
-    """Return whether this pod can leave its node, and mark in the storage that it does.
+    """Return whether this pod can leave its node; if it can, mark in the storage that it does.
 
-    The pod can leave if another attempt follows this one, and if no pod of this execution has marked that it left the
-    node. If the storage cannot be read or written to, there is a warning, and the pod stays.
+    The pod can leave if the task has retries left, and if no pod of this execution has marked that it left the node. If
+    the storage cannot be read or written to, there is a warning, and the result is False.
     """
     if platform.earlier_attempts() >= int(os.environ.get(RETRIES_VARIABLE, "0")):
         return False
@@ -221,8 +225,8 @@ def listing_bad_nodes(platform: Platform) -> Iterator[None]:
     """Add nodes to the list of nodes to avoid if a RankError ends the block and blames their hardware.
 
     A context manager; it raises the error again. Rank 0, or the process that starts the ranks, adds all nodes that the
-    error names. Any other rank adds its own node, and only if the error names no other. Nothing is added locally or
-    without DDP_AVOID_HOURS.
+    error blames. Any other rank adds its own node, and only if the error blames that node alone. Nothing is added
+    locally or without DDP_AVOID_HOURS. A failure of the storage is only a warning.
     """
     try:
         yield
@@ -234,10 +238,11 @@ def listing_bad_nodes(platform: Platform) -> Iterator[None]:
 
 
 def with_bad_nodes_listed(platform: Platform, start: Start) -> Start:
-    """Return a function like `start` that adds nodes to the list of nodes to avoid.
+    """Return a function like `start` that also adds nodes to the list of nodes to avoid.
 
-    It adds nodes whose hardware ranks report as odd, and nodes whose hardware a RankError blames, which is raised
-    again. Without DDP_AVOID_HOURS, or in a local run, `start` itself is returned.
+    It adds the nodes whose hardware ranks report as odd, while they train, by the event OddNodes. If a RankError ends
+    the training, the function adds the nodes whose hardware the error blames, and raises the error again. Without
+    DDP_AVOID_HOURS, or in a local run, `start` itself is returned.
 
     Args:
         platform: the platform.
@@ -278,10 +283,12 @@ def set_node_variable(spec: Any, container: str) -> None:
 
 
 def exclude_nodes(spec: Any, nodes: Sequence[str]) -> None:
-    """Forbid a pod's nodes by their label, in addition to what its affinity asks for.
+    """Forbid a pod to run on these nodes, in addition to what its affinity asks for.
+
+    Kubernetes recognises the nodes by their label kubernetes.io/hostname.
 
     Args:
-        spec: a V1PodSpec, which is changed.
+        spec: a V1PodSpec, whose affinity is changed.
         nodes: the names of the nodes; if there are none, nothing changes.
     """
     from kubernetes import client

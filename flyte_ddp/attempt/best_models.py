@@ -29,9 +29,9 @@ class StoredModels(StorageFolder):
     def fetch_all(self) -> None:
         """Download the best models of the storage's checkpoint into the folder of models beside the local checkpoint.
 
-        put_all() then skips the models that the storage's list names. A storage folder on this machine may have no
-        list: its files NAME.pt are then copied under their own names. A model that is missing in the storage is left
-        out, because the ranks can do without it.
+        A list in the storage names the models. A storage folder on this machine may have no list: its files NAME.pt are
+        then copied under their own names. A model that is missing in the storage is left out, because the ranks can do
+        without it. A later put_all() does not upload the models again that the list names and the storage has.
 
         Raises:
             Exception: The storage fails.
@@ -46,7 +46,7 @@ class StoredModels(StorageFolder):
                 self._stored.pop(name, None)  # the next model of this name is to be uploaded
 
     def put_all(self, models: Path, put_checkpoint: Callable[[], None]) -> None:
-        """Upload a folder's models NAME.pt, except those that the storage has already, and then the checkpoint.
+        """Upload a folder's models NAME.pt, except those whose names the storage has already, and then the checkpoint.
 
         While the checkpoint is uploaded, the storage's list of models names the old and the new models. Afterwards the
         list names the new ones only. So the list names every model that the stored checkpoint needs, even if the
@@ -57,7 +57,7 @@ class StoredModels(StorageFolder):
             put_checkpoint: uploads the checkpoint.
 
         Raises:
-            OSError: An upload fails.
+            OSError: An upload fails. The next call goes on from there.
         """
         names = sorted(model.name for model in models.glob("*.pt"))
         for name in names:

@@ -59,10 +59,15 @@ class CheckpointStore(StorageFolder, Observer):
         self._lock = threading.Lock()  # held while a checkpoint, or a manifest of ranks, replaces the one before
 
     def fetch_given(self, url: str) -> None:
-        """Download the checkpoint that the user names to `path`, and set `is_given`, unless there is a file already.
+        """Download the checkpoint of the user's folder, and set `is_given`, unless there is a file at `path` already.
 
-        The URL is the folder of the checkpoint, or one that names another folder (its file ELSEWHERE); empty is none.
-        Raises InputError if there is no checkpoint, and RecoverableError if the storage still fails after the last try.
+        Args:
+            url: the folder of the checkpoint, or a folder whose file ELSEWHERE names another one. If empty, nothing is
+                done.
+
+        Raises:
+            InputError: There is no checkpoint.
+            RecoverableError: The storage still fails after the last try.
         """
         if not url or self.path.exists():
             return
@@ -74,11 +79,11 @@ class CheckpointStore(StorageFolder, Observer):
         self.is_given = True
 
     def _find(self, url: str) -> str:
-        """Download the checkpoint of a folder in the storage to `path`, and return that folder; empty if there is none.
+        """Download the checkpoint of a folder in the storage to `path`, and return the URL of the folder that had it.
 
         If the folder has no checkpoint, its text file ELSEWHERE may name another folder, which is searched instead, and
-        so on. The file in this attempt's own folder is not followed: it is for the next attempt. Errors of the storage
-        are raised.
+        so on. The file in this attempt's own folder is not followed: it is for the next attempt. If no folder has a
+        checkpoint, or `url` is empty, nothing changes, and "" is returned. Errors of the storage are raised.
         """
         if not url:
             return ""
@@ -265,8 +270,9 @@ def checkpoint_store(
     """Open the store of this training's checkpoint, and put the checkpoint to resume from at the store's `path`.
 
     A context manager. Without a checkpoint to resume from, there is no file at `path`. In a local run, the checkpoint's
-    folder is removed when the block has succeeded. On a cluster, the end of the block waits until the newest checkpoint
-    is uploaded, or, after a preemption, until the grace is over.
+    folder is removed when the block has succeeded. On a cluster, checkpoints are uploaded during the block, and its end
+    waits until the newest one is uploaded. After a preemption it waits only until the pod's grace is over, the time
+    from the SIGTERM to the SIGKILL. A failed upload is only a warning.
 
     Args:
         platform: the platform.
@@ -338,7 +344,8 @@ def remove_abandoned(folder: Path) -> None:
     """Remove the local checkpoints that nobody will continue from.
 
     A private folder, whose name has a "-", is removed an hour after its last change. Any other folder is removed after
-    30 days, and a line on the console says so. Folders that another process holds, or that cannot be removed, stay.
+    30 days, and a line on the console says so. Folders that another process holds, or that cannot be removed, stay. On
+    a file system without locks, all stay.
 
     Args:
         folder: the folder that has a folder for each training's checkpoint.

@@ -28,9 +28,10 @@ def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) ->
 
 
 def check_nodes(platform: Platform, hp: Hyperparameters) -> None:
-    """Refuse a local run, and a batch_size or virtual_ranks that does not suit the registered number of ranks.
+    """Raise InputError in a local run, or if more ranks are registered than can share a batch.
 
-    The ranks are those of the largest registered number of nodes. Raises InputError.
+    At most virtual_ranks ranks can share a batch, or batch_size ranks if virtual_ranks is 0. The registered ranks are
+    those of the largest registered number of nodes.
     """
     if platform.is_local():
         raise InputError("many nodes need a cluster: register this file, or run the one for a single machine here")
@@ -47,7 +48,8 @@ def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
     download fails, a line on the console says so, and the name is "digits", which needs no download.
 
     Raises:
-        InputError: In a local run, the name is unknown, or the folder for datasets cannot be written to.
+        InputError: In a local run, the name is unknown, DDP_DATA_MIRROR is wrong, or the folder for datasets cannot be
+            written to.
     """
     name = auto if asked == "auto" else asked
     if not platform.is_local():
@@ -64,6 +66,9 @@ def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
 
 
 def prepare(platform: Platform, name: str) -> Path:
-    """Return the folder of the prepared dataset on this machine, after downloading and writing what is missing."""
+    """Return the folder of the prepared dataset on this machine, after downloading and writing what is missing.
+
+    A progress bar shows the downloads. Raises DownloadError, and InputError as datasets.prepare() does.
+    """
     with download_progress() as progress:
         return datasets.prepare(name, progress, partial(open_file, platform))

@@ -20,8 +20,8 @@ MOST_CHARACTERS = 50_000
 def platform_errors(platform: Platform) -> Iterator[None]:
     """Turn errors of the block into the platform's error, which ends the attempt and says whether to retry.
 
-    These are the errors of this library that have a message for users, and those of the platform's downloads. In a
-    local run, and for other errors, nothing changes.
+    A context manager. These are the errors of this library that have a message for users (InputError, ReportedError and
+    their subclasses), and those of the platform's downloads. In a local run, and for other errors, nothing changes.
     """
     known: tuple[type[Exception], ...] = (ClickException, *platform.download_errors)
     try:
@@ -35,8 +35,8 @@ def platform_errors(platform: Platform) -> Iterator[None]:
 def to_failure(platform: Platform, error: BaseException) -> Failure:
     """Return the failure that an error carries as its attribute `failure`, as the error of a rank does.
 
-    Any other error becomes a failure of this host, without a rank. An error of the platform's downloads, and on a
-    cluster a DataError, becomes that of a DownloadError, which is worth another attempt: another pod may get the input
+    For any other error, return a new failure of this host, without a rank. An error of the platform's downloads, and on
+    a cluster a DataError, counts as a DownloadError, which is worth another attempt: another pod may get the input
     whole.
     """
     carried: Failure | None = getattr(error, "failure", None)

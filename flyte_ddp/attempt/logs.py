@@ -137,9 +137,11 @@ class Uploads(StorageFolder):
 
 @contextmanager
 def copied_output(path: Path, prefix: str) -> Iterator[None]:
-    """Append each line that the block prints, to standard output or error, to a file, with the time before it.
+    """Copy each line that the block prints to a file, with the time before it.
 
-    On the original output, and only there, `prefix` begins each line.
+    A context manager. The lines still go to standard output or error, and there `prefix` begins each of them. Lines are
+    appended to the file at `path`, which is created if it is missing. Lines that cannot be written there are lost,
+    without an error.
     """
 
     def copying(stream: "Callable[[str], int]") -> Callable[[str], None]:

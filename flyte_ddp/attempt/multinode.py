@@ -59,7 +59,8 @@ def train_as_rank(
 ) -> Trained | None:
     """Train as one rank of many nodes, in a process for which torchrun's environment variables are set.
 
-    All ranks call it. Rank 0 alone has observers, a report and the store of checkpoints.
+    All ranks call it. Rank 0 alone has observers and a report, and fetches the checkpoint to resume from. Each rank
+    writes a log, and uploads it on a cluster. If the training fails, failure_of_node() can read why.
 
     Args:
         platform: the platform.

@@ -13,14 +13,16 @@ _kinds_of: list[Callable[[click.ParamType], Any]] = []  # of flytekit's options,
 
 
 def explain_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
-    """Patch click so that commands explain settings. A second call is for options of another kind, too.
+    """Patch click, for the rest of the process, so that commands explain settings.
 
     The help of an option whose type is a Settings class shows one line per setting instead of a JSON schema. The
     message about an unknown option says where it belongs: --epochs is a field of --hp. flytekit and flyte make their
-    commands and options themselves, and have no hook for either.
+    commands and options themselves, and have no hook for either. Call the function before the options are made. It may
+    be called once for each platform: an option is explained if the `kind_of` of any call knows its type.
 
     Args:
-        kind_of: returns the Python type that an option is converted to. Any other value leaves the option unchanged.
+        kind_of: gets the click type of any option, and returns the Python type that the option is converted to, or
+            anything else if it does not know. Only options of a Settings class are changed.
     """
     _kinds_of.append(kind_of)
     if len(_kinds_of) > 1:

@@ -34,12 +34,19 @@ def open_file(platform: Platform, url: str) -> BinaryIO:
 
 
 def list_files(platform: Platform, folder: str) -> dict[str, str]:
-    """Return the sorted names of the files below a folder of the storage, each with a text that changes with the file.
+    """Return the files below a folder, by their sorted names, each with a text that changes when the file does.
 
-    The text comes from the storage's metadata, such as size and time; no file is read. Hidden files are left out.
+    The text comes from the storage's metadata, such as size and time; no file is read. Hidden files, and files in
+    hidden folders, are left out.
+
+    Args:
+        platform: the platform.
+        folder: the URL of the folder, or its path on this machine. If nothing is there, the dict is empty.
 
     Raises:
-        InputError: `folder` is a file.
+        InputError: `folder` is a file, or its URL names no storage that can be read here.
+        DataError: The folder may not be read.
+        DownloadError: The storage still fails after several tries.
     """
     files = Stored(folder, platform.storage_options(get_protocol(folder))).details()
     if "" in files:
@@ -56,11 +63,16 @@ def folder_digest(platform: Platform, folder: str) -> str:
 
 
 def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
-    """Return the path of a copy of the file or folder that all processes of this host share.
+    """Download a file or folder unless this host has it, and return the path of the copy, which all processes share.
 
-    The first process to ask downloads it, while the others wait: `download` gets the path of a new file or an empty
-    folder, and its errors are raised. The copy lies in the folder for temporary files, named by the URL's hash, and is
-    not downloaded again, even if the original changes. `name` is that of the file; empty for a folder.
+    The first process to ask downloads it, while the others wait. The copy lies in the folder for temporary files, named
+    by the URL's hash. It is not downloaded again, even if the original changes.
+
+    Args:
+        url: the URL of the original.
+        name: the name of the file, which the copy keeps; empty for a folder.
+        download: downloads the original to the path that it gets: that of a new file, or of an empty folder. Its errors
+            are raised, and the next call tries again.
     """
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     with FileLock(folder.with_suffix(".lock")):

@@ -70,6 +70,9 @@ class Training(ABC, Generic[Given, Outputs]):
     ) -> Outputs:
         """Train with one process per rank on this host, and return the task's outputs.
 
+        Call it in a task. On a cluster, ranks that were lost or hang are started again, at most twice, and each of the
+        errors below is raised as the platform's error. The webhook, if there is one, is notified of a failure.
+
         Args:
             settings: what determines the result.
             options: how to run the training.
@@ -80,7 +83,7 @@ class Training(ABC, Generic[Given, Outputs]):
 
         Raises:
             InputError: the training cannot be done as asked.
-            Exception: what launcher.launch raises; on a cluster, the platform's error for it.
+            Exception: what launcher.launch raises.
         """
 
         def fetch() -> Subject:  # while the ranks' first process imports torch
@@ -172,6 +175,8 @@ class Training(ABC, Generic[Given, Outputs]):
     ) -> Subject:
         """Return recipe, settings and data of a training, after checking that this pod's code is what was registered.
 
+        The content of a path is read whole, for its hash.
+
         Args:
             settings: what determines the result.
             source: the data: a path on this machine, or data that stay in their storage; None for a recipe without.
@@ -179,6 +184,7 @@ class Training(ABC, Generic[Given, Outputs]):
 
         Raises:
             ReportedError: this pod's code is not what was registered.
+            InputError: init is a folder without complete weights, or a path may not be read.
         """
         check_code(self.code.version)
         return make_subject(self.code, settings, source, init)

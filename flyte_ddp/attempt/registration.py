@@ -302,7 +302,7 @@ def registration() -> Registration:
 
     Raises:
         InputError: A variable has an invalid value; or, except in Flyte 1's pods, a DDP_ variable is one that nothing
-            reads. The message names the variable.
+            reads. The message names the variable, or the settings that do not go together.
     """
     check_variables()
     values: dict[str, Any] = {}
@@ -349,9 +349,13 @@ def amount(quantity: str) -> float:
 
 
 def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "(?s:.*)") -> None:
-    """Raise InputError unless a field's dict has strings alone, and names and values match their patterns in whole.
+    """Raise InputError unless a dict has strings alone, and its names and values match their patterns as a whole.
 
-    `names` and `texts` are the patterns of names and values; by default any string will do as a value.
+    Args:
+        field: the name of the Registration's field that has the dict, for the message.
+        values: the dict.
+        names: the regular expression for names.
+        texts: the regular expression for values; by default any string will do.
     """
     for name, value in values.items():
         if not (re.fullmatch(names, name) and isinstance(value, str) and re.fullmatch(texts, value)):

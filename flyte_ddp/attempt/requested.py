@@ -80,8 +80,11 @@ def training_size(gpus: int) -> Size:
 def pod_environment() -> dict[str, str]:
     """Return the environment variables of every pod: those in DDP_ENV, and DDP_DATA_MIRROR if it is set here.
 
-    DDP_DATA_MIRROR, the place that datasets are downloaded from, is left out if its URL has a password, because
-    everybody who can see the tasks in Flyte could see it.
+    DDP_DATA_MIRROR, the place that datasets are downloaded from, is left out if it is an HTTP URL with a user or
+    password, because everybody who can see the tasks in Flyte could see it.
+
+    Raises:
+        InputError: A DDP_ variable of this process is invalid.
     """
     mirror = mirror_from_environment()
     parts = urlsplit(mirror or "")

@@ -76,7 +76,8 @@ class Trained:
     def image_summary(self) -> TrainingSummary:
         """Return the figures of an image classifier: those of any training, the test loss and the accuracies.
 
-        A class without test images has no accuracy by class.
+        The accuracies by class lack classes without test images. Call it only for a built-in image classifier, because
+        other trainings have no predictions.
         """
         tested = self.results[0].tested
         predictions = self.predictions
@@ -101,6 +102,9 @@ def train_by(
     is_by_ranks: bool = False,
 ) -> Trained:
     """Download the data, run the ranks, and look after the run: its folder, logs, checkpoints, observers and report.
+
+    The process that starts the ranks calls it; on many nodes rank 0 does. In a local run, the run's folder is removed
+    if the training fails.
 
     Args:
         platform: the platform.
@@ -189,7 +193,7 @@ def describe_run(platform: Platform, subject: Subject, options: RunOptions, run:
     )
 
 
-def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
+def find_tracking_id(platform: Platform, key: str, checkpoint: Path) -> str:
     """Return an id that all attempts at the training of this key share, and that no other training has.
 
     On a cluster, the id is computed from the execution and the key. In a local run, a part of the id is in a file
@@ -199,11 +203,11 @@ def find_tracking_id(platform: Platform, key: str, beside: Path) -> str:
     Args:
         platform: the platform.
         key: the digest of all that determines the result.
-        beside: the path of the checkpoint, which need not exist.
+        checkpoint: the path of the checkpoint, which need not exist.
     """
     if platform.is_local():
-        file = beside.with_name("tracking-id")
-        if not beside.exists() or not file.exists():
+        file = checkpoint.with_name("tracking-id")
+        if not checkpoint.exists() or not file.exists():
             write_whole(file, secrets.token_hex(4).encode())
         return f"{key[:8]}-{file.read_text()}"
     execution, _ = platform.execution()

@@ -53,9 +53,10 @@ def notify(url: str, content: dict[str, Any]) -> None:
 
 
 def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
-    """Post the content. Clear `problems` if the server accepts it; otherwise the last of them says what went wrong.
+    """Post the content as JSON, and leave in `problems` what went wrong. No error is raised.
 
-    A redirect is refused, because the POST would become a GET without its content.
+    Afterwards the list is empty if the server has accepted the content. Otherwise its last text says what went wrong,
+    without the URL. A redirect counts as a refusal, because the POST would become a GET without its content.
     """
     headers = {"User-Agent": "flyte-ddp"}
     try:
