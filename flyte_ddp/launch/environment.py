@@ -69,7 +69,9 @@ def host_name() -> str:
 
 
 def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int = 0) -> World:
-    """Return the ranks to run, all of them on this host.
+    """Choose the number of ranks to run, all of them on this host, and their backend and device.
+
+    The device is "cuda" if a GPU is visible, also under gloo.
 
     Args:
         backend: "nccl", "gloo" or "auto". "auto" is nccl if there is a GPU, and otherwise gloo. Under gloo, ranks may
@@ -81,7 +83,8 @@ def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int =
             batch. 0 without virtual ranks.
 
     Raises:
-        InputError: This machine cannot run the ranks, or there are too many for a batch.
+        InputError: The backend is nccl, and there is no GPU or fewer GPUs than nproc; or there are more ranks than can
+            share a batch.
     """
     gpus = visible_gpus()
     if backend == "nccl" and gpus == 0:
@@ -96,11 +99,11 @@ def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int =
 
 
 def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
-    """Raise InputError if there are more ranks than can share a batch: one sample, or one virtual rank, for each rank.
+    """Raise InputError if there are more ranks than samples in a batch or, with virtual ranks, than virtual ranks.
 
     Args:
         size: the number of ranks.
-        batch_size: the samples of a step, which count only if virtual_ranks is 0.
+        batch_size: the samples of a batch, of all ranks together. Ignored unless virtual_ranks is 0.
         virtual_ranks: the number of virtual ranks; 0 if the training has none.
     """
     name, most = ("virtual_ranks", virtual_ranks) if virtual_ranks else ("batch_size", batch_size)
@@ -113,9 +116,10 @@ def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
-    """Return this rank's environment from torchrun's variables, if the number of ranks is as registered.
+    """Return this rank's environment from torchrun's variables, after checking the number of ranks.
 
-    Without the check, a node that trains alone would return its result as that of all nodes.
+    It must be one for which the task was registered. Otherwise a node that trains alone would return its result as that
+    of all nodes.
 
     Args:
         backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl".
@@ -123,8 +127,8 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
         ranks_per_node: the number of ranks that each node must have.
 
     Raises:
-        InputError: the number of nodes, or of ranks per node, is not as registered; a variable is missing or
-            impossible; or nccl has too few GPUs for the ranks of this node.
+        InputError: the number of nodes, or of ranks per node, is another one; a variable is missing or impossible; or
+            nccl has too few GPUs for the ranks of this node.
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size
@@ -141,7 +145,7 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
 def environment_from_variables(backend: str) -> Environment:
     """Return this rank's environment from the variables that torchrun, or a PyTorchJob, has set.
 
-    If only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, each node has one rank.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set. If these are all, each node has one rank.
 
     Args:
         backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl".

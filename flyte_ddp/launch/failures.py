@@ -134,9 +134,11 @@ class PreemptedError(RecoverableError):
 def from_exception(error: BaseException, rank: int | None, host: str) -> Failure:
     """Return the failure for an exception that ended a rank, or the process that starts the ranks.
 
-    The failure's message is the exception's, with a remedy where torch's message has none. Its details are the
+    The failure's kind is "input" for an InputError, "peer" if the exception says that another rank was lost, else
+    "error". It is recoverable if another attempt may succeed: after a RecoverableError, the loss of a rank, or a fault
+    of hardware. Its message is the exception's, with a remedy where torch's message has none. Its details are the
     traceback; they are empty for an InputError or ReportedError, whose messages say everything. Its bad_nodes are the
-    nodes whose hardware is surely to blame.
+    nodes whose hardware is surely to blame; empty if pods don't know the names of their nodes.
 
     Args:
         error: the exception.
@@ -167,12 +169,11 @@ def _find_bad_nodes(error: BaseException, host: str, may_be_hardware: bool) -> t
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Format an error's traceback, without this library's frames at its start that lead to the user's code.
+    """Format an error's traceback, without the frames of launch/, engine/ and script/ at its start.
 
-    The frames left out are those of launch/, engine/ and script/ before the first frame of other code. The last of
-    these stays, to show what called the other code. That code may also be torch's, or another part of this library.
-    Frames after it stay, whatever they are. If there is no other code, all frames stay. The tracebacks of the error's
-    causes stay whole.
+    They lead to the user's code, to torch's, or to another part of this library. The last of them stays, to show what
+    called that code. All later frames stay, too. If there are no others, nothing is left out. The tracebacks of the
+    error's causes stay whole.
     """
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/", f"{ROOT}/script/")
     caller = error.__traceback__
@@ -191,10 +192,11 @@ def describe_error(error: BaseException) -> str:
 
 
 def _classify(error: BaseException) -> tuple[str, bool, str]:
-    """Return the kind of an error's failure, whether another attempt may succeed, and a remedy that ends the message.
+    """Return the kind of failure that an error is, whether another attempt may succeed, and a remedy for the message.
 
-    The kind is "input" for an InputError, "peer" if another rank was lost, else "error". The remedy may be empty. They
-    follow from the error's type, or from its message where torch has just one type for many faults.
+    The kind is "input" for an InputError, "peer" if another rank was lost, else "error". The remedy is a text to append
+    to the error's message; it may be empty. All three follow from the error's type, or from its message where torch has
+    just one type for many faults.
     """
     message = describe_error(error)
     types = {base.__name__ for base in type(error).__mro__}
@@ -249,8 +251,8 @@ HINTS = {
 def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Failure:
     """Return the failure of a rank that ended without a report: by a signal, or by a call of os._exit.
 
-    The failure is recoverable. Its kind is "killed", or "aborted" for SIGABRT, by which NCCL or gloo ends a rank that
-    has lost another.
+    The failure is always recoverable. Its kind is "killed", also after os._exit, or "aborted" for SIGABRT, by which
+    NCCL or gloo ends a rank that has lost another.
 
     Args:
         code: the exit status; that of a signal is negative, as subprocess has it.
@@ -272,6 +274,9 @@ def name_the_cause(failures: Sequence[Failure]) -> InputError | RankError:
 
     The cause is the earliest failure whose kind is neither "aborted" nor "peer", because another rank may have caused
     failures of these kinds. If all have these kinds, the cause is the earliest "aborted" one, else the earliest "peer".
+
+    Args:
+        failures: the failures of the run's ranks, in any order; at least one.
 
     Returns:
         An InputError for kind "input"; else a RecoverableRankError if another attempt may succeed, or a RankError.

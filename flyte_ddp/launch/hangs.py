@@ -46,13 +46,13 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 
     All ranks call the same collectives in the same order. So the culprits are the ranks that do not answer. If all
     answer, they are the ranks that have reached the fewest collectives; if the GPU of some of these is still busy, only
-    those. If all ranks are equally far, all are named. The failure's `rank` is the lowest of the culprits, and its
-    `others` are the rest.
+    those. If all ranks are equally far, all are named. The failure is recoverable. Its `rank` is the lowest of the
+    culprits, and its `others` are the rest.
 
     Args:
         answers: the answer of each rank, at least one. One whose `reached` is below 0 stands for a rank that has not
             answered.
-        hosts: the host of each rank.
+        hosts: the host of each of these ranks.
         timeouts: the limits, one of which was exceeded. The message names that limit.
     """
     progress = {rank: (answer.reached, answer.is_idle) for rank, answer in answers.items()}

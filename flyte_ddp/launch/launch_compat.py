@@ -45,7 +45,7 @@ def locate_rank(local_rank: int) -> Answer:
 
 
 def count_collectives() -> int:
-    """Return how many collectives this rank has reached in all of its groups together; 0 before there is one.
+    """Return how many collectives this rank has reached, in all of its process groups together; 0 without a group.
 
     Any thread may call this function, even while torch is imported or the group is destroyed.
     """
@@ -58,10 +58,11 @@ def count_collectives() -> int:
 
 
 def run_exit_handlers() -> None:
-    """Do what Python does when a program's main module has ended: wait for its threads, call its exit handlers, flush.
+    """Wait for this process's threads except daemons, call its exit handlers, and flush its open files.
 
-    A rank ends by os._exit, which does nothing of that. A script may still write its checkpoint in a thread, or have
-    left a file open. The files are found as objects that the garbage collector knows.
+    Python does so at the end of a program. A rank ends by os._exit, which does nothing of that, but a script may still
+    write its checkpoint in a thread, or have left a file open. The files are found as objects that the garbage
+    collector knows. Errors of handlers and files are not raised.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -79,6 +80,9 @@ def _last_collective(torch: Any) -> str:
 
     Args:
         torch: the module torch, which this file does not import.
+
+    Raises:
+        Exception: any, under a version of torch whose recorder is another one.
     """
     recorders = torch._C._distributed_c10d
     is_nccl = torch.distributed.get_backend() == "nccl"

@@ -93,22 +93,25 @@ def launch(
         world: the number of ranks and their devices.
         argument: the object that each rank gets; it is pickled.
         timeouts: limits after which a silent rank counts as hung. A number of seconds is the limit for all phases.
-        on_event: called in this thread for each event of rank 0, and for each line that any rank prints (Printed). What
-            it raises ends the ranks, and is raised here.
+        on_event: called in this thread for each event of rank 0, and for each line that any rank prints (Printed). On a
+            CPU with far more ranks than cores, a StartUp that says so comes first. What it raises ends the ranks, and
+            is raised here.
         preload: modules that are imported once for all ranks, if this is the first launch.
         root: a folder that comes first on the ranks' sys.path, such as UserCode.root.
         first: the lowest rank on this host; all others are on other hosts.
 
     Returns:
-        The value that each rank of this host returned, by rank.
+        The value that each rank of this host returned, by rank. Also after a signal, if all ranks have still come to
+        their end.
 
     Raises:
         RankError: A rank has failed or hangs. The error names the first rank that failed, or else the hung ranks that
             the others wait for. It is a RecoverableRankError if another attempt may succeed.
-        InputError: A rank raised an InputError.
-        PreemptedError: A SIGTERM or SIGHUP arrived. Before the first step the ranks end at once, and afterwards within
-            the grace (see grace.py).
-        KeyboardInterrupt: The user pressed Ctrl-C.
+        InputError: A rank raised an InputError; or an environment variable that sets the grace is wrong.
+        PreemptedError: A SIGTERM or SIGHUP arrived here, or a SIGTERM at a rank. The ranks are asked to stop. Before
+            the first step they are killed at once, and afterwards when the grace is over (see grace.py).
+        KeyboardInterrupt: The user pressed Ctrl-C. The ranks end as after a SIGTERM. A second Ctrl-C ends them at once,
+            unless one of them writes a checkpoint.
     """
     grace = Grace()
     warm_up(preload)
@@ -273,7 +276,7 @@ def _supervise(
     Raises:
         RankError: A rank has failed or hangs.
         InputError: A rank raised an InputError.
-        PreemptedError: A SIGTERM or SIGHUP arrived.
+        PreemptedError: A SIGTERM or SIGHUP arrived here, or a SIGTERM at a rank.
         KeyboardInterrupt: The user pressed Ctrl-C.
     """
     noticed = math.inf
@@ -354,10 +357,11 @@ def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: 
 
 
 def _error_of_hang(ranks: list[_Rank], timeouts: Timeouts, on_event: Callable[[Event], None]) -> Exception:
-    """Ask the running ranks where they are, and return, without raising it, the error of a hang.
+    """Ask the running ranks where they are, and return the error of a hang.
 
-    The error names the ranks for which the others wait, and has the Python stacks of every running rank. The ranks have
-    ANSWER_SECONDS to answer.
+    The error, a RecoverableRankError, is not raised here. It names the ranks for which the others wait, and has the
+    Python stacks of every running rank. The call waits for answers, for about ANSWER_SECONDS at most, as stopped ranks
+    never answer.
 
     Args:
         ranks: the ranks of this host.
@@ -416,12 +420,12 @@ def _room_for_sockets() -> Iterator[None]:
 
 @contextmanager
 def _importable(root: str = "") -> Iterator[None]:
-    """Put `root` and this package's parent folder on sys.path while the block runs; a context manager.
+    """Put `root` and this package's parent folder first on sys.path while the block runs; a context manager.
 
-    The block also hides the main module from child processes. An empty `root` is left out. A rank inherits sys.path as
-    it is when the rank starts, even if the rank is forked from another process. `pyflyte run` has the project root on
-    sys.path only while it loads the workflow. If the main module were visible, a child would import the parent's main
-    module: flytekit takes 2 s.
+    An empty `root` is left out. Processes that the block starts do not import this process's main module again, as
+    multiprocessing would have them do: flytekit takes 2 s. A rank inherits sys.path as it is when the rank starts, even
+    if the rank is forked from another process. `pyflyte run` has the project root on sys.path only while it loads the
+    workflow.
     """
     main = sys.modules["__main__"]
     library = str(Path(flyte_ddp.__path__[0]).parent)

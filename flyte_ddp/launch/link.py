@@ -101,7 +101,10 @@ class ParentLink(Link):
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        """Send the waiting messages, oldest first. Only the holder of the lock calls it."""
+        """Send the waiting messages, oldest first, or wait for ever if the parent is gone.
+
+        Only the holder of the lock calls it.
+        """
         try:
             while self._waiting:
                 message = self._waiting.popleft()
@@ -114,11 +117,11 @@ class ParentLink(Link):
     def listen(self, private: str) -> None:
         """Serve the parent's requests until the parent is gone, then kill this rank and all that it has started.
 
-        A thread of the rank runs this method, which never returns. "locate" sends an answer with the collective that
-        the rank is in; any other request ("stop") sets stop_requested.
+        A thread of the rank runs this method, which never returns. To "locate" it sends an answer, which says how many
+        collectives the rank has reached. Any other request ("stop") sets stop_requested to True.
 
         Args:
-            private: the parent's temporary folder, which is removed when the parent is gone.
+            private: the parent's temporary folder, which this method removes when the parent is gone.
         """
         try:
             while True:

@@ -49,9 +49,9 @@ def open_nvml() -> Iterator[Any]:
 
 
 def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
-    """Yield NVML's index and handle of each GPU that this process may open.
+    """Yield a pair of NVML's index and handle for each GPU that this process may open.
 
-    A container may not open the GPUs of others.
+    A container may not open the GPUs of others. Other errors of NVML are raised.
     """
     for index in range(nvml.nvmlDeviceGetCount()):
         try:

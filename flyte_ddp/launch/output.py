@@ -35,10 +35,11 @@ class _Lines(io.BufferedIOBase):
         return self._file.fileno()
 
     def write(self, data: Any) -> int:
-        """Pass each line that these bytes end to the callback, keep an unfinished one, and return len(data).
+        """Pass each line that these bytes complete to the callback, and return len(data).
 
-        A process forked from this one writes the bytes to the original file instead. Of a line that carriage returns
-        overwrite, as those of a progress bar, only the last text is passed.
+        An unfinished line is kept for the next call. Of a line that carriage returns overwrite, such as a progress
+        bar's, only the last text is passed. A process forked from this one writes the bytes to the original file
+        instead.
         """
         if os.getpid() != self._process:
             return os.write(self.fileno(), data)

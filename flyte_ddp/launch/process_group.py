@@ -45,6 +45,7 @@ def process_group(
 
     Raises:
         InputError: The backend is gloo, and GLOO_SOCKET_IFNAME names a network interface that this host does not have.
+        Exception: What torch raises if a rank does not come in time.
     """
     global _left
     if _left is not None and _left is distributed.group.WORLD:

@@ -26,14 +26,14 @@ SET_FOR_RANKS = {"GOMP_SPINCOUNT"}
 
 
 def _detach_child(connection: Connection) -> None:
-    """Undo in a forked child of a rank what serve() has set up for the rank. A fork hook calls this function.
+    """Undo in a forked child of a rank, such as a loader worker, what serve() has set up for the rank.
 
-    Such a child is a loader worker, for example. SIGTERM ends the child again. The child's output goes straight to the
+    A fork hook calls this function in the child. SIGTERM ends the child again. The child's output goes straight to the
     original files. The child's copy of the pipe to the rank's parent is closed, so that the parent notices the end of
     the rank even if children live on.
 
     Args:
-        connection: the pipe.
+        connection: the rank's pipe to its parent.
     """
     connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -50,10 +50,11 @@ def serve(
 ) -> None:
     """Run a rank: call the target, send its value or failure to the parent, and end this process with status 0.
 
-    The last message is ("done", value), ("stopped", why) after StopRequested, or ("failed", Failure). Heartbeats,
-    events and printed lines come before it. When the parent is gone, the process ends at once. The process leads a new
-    process group, ignores SIGINT, and takes SIGTERM as a request to stop. After SIGUSR1 it writes its stacks to the
-    file stack-RANK in `private`.
+    This function never returns, and exit handlers are not called. The last message is ("done", value), ("stopped", why)
+    after StopRequested, or ("failed", Failure), whatever the target raises. Heartbeats, events and printed lines come
+    before it. When the parent is gone, the process ends at once. The process leads a new process group, ignores SIGINT,
+    and takes SIGTERM as a request to stop. After SIGUSR1 it writes its stacks to the file stack-RANK in `private`.
+    Under Linux, processes that it starts by multiprocessing are forked.
 
     Args:
         connection: the pipe to the parent.

@@ -33,10 +33,10 @@ def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[li
 
 @contextmanager
 def finishing() -> Iterator[Callable[[], None]]:
-    """Yield a function for a with statement: from its call until the end of the block, SIGTERM and SIGHUP do nothing.
+    """Yield a function for a with statement. Once it is called, SIGTERM and SIGHUP do nothing until the block ends.
 
-    A task calls the function when its ranks have ended, to upload what they have left. While the ranks run, the
-    launcher handles these signals.
+    A task calls the function before it launches its ranks, so that it can upload what they have left. While the ranks
+    run, the launcher handles these signals.
     """
     with ExitStack() as stack:
         yield lambda: stack.enter_context(on_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: None))

@@ -44,10 +44,10 @@ def under_watchdog(
     timeouts: Timeouts,
     stop_signals: Sequence[signal.Signals] = (),
 ) -> Value:
-    """Wait for all ranks, run work(store) in a thread of its own, and return its value; for ranks without a launcher.
+    """Wait for all ranks, run work(store) in a thread of its own, and return its value, unless this rank hangs.
 
-    Every rank calls it, in its main thread. After a hang, or a PreemptedError, work's thread is left behind, and the
-    process ends with exit status 1 without waiting for it.
+    Every rank that torchrun or a cluster has started calls it, in its main thread. After a hang, or a PreemptedError,
+    work's thread is left behind, and the process, whenever it ends, has exit status 1 and does not wait for the thread.
 
     Args:
         work: gets a store for the process group of all ranks.
@@ -63,7 +63,8 @@ def under_watchdog(
             succeed. Or work has raised something that is no Exception, such as SystemExit, which the message names.
         PreemptedError: this rank was asked to stop, but work goes on. The error comes at once before the first step,
             else when the grace ends: the time that the platform gives after a SIGTERM.
-        Exception: whatever else work raises, or what torch raises if a rank does not come in time.
+        Exception: whatever else work raises, such as StopRequested, or what torch raises if a rank does not come in
+            time.
     """
     store = meet(environment, timeouts)
     value = futures.Future[Value]()
@@ -211,8 +212,8 @@ class RollCall:
         """Tell the thread to end, and wait for it for at most ALIVE_SECONDS, since the store may block it.
 
         Args:
-            has_succeeded: whether this rank's work is done. If so, the other ranks do not take this rank for a silent
-                one.
+            has_succeeded: whether this rank's work has succeeded. If so, the other ranks do not take this rank for a
+                silent one.
         """
         self._has_succeeded = has_succeeded
         self._closed = True
