@@ -73,7 +73,7 @@ def document(title: str, fragment: str, live: bool = False) -> str:
 
     Args:
         title: the page's title.
-        fragment: the content of <body>.
+        fragment: the content of <body>, which is not escaped.
         live: whether the page reloads itself every few seconds.
     """
     return _render(page.PAGE, title=title, fragment=fragment, live=live)

@@ -75,10 +75,10 @@ class Background(Observer):
     def close(self) -> None:
         """Wait until all queued events are handled and the observer is closed, at most close_seconds in all.
 
-        If that takes longer, the observer is abandoned. One warning tells why the observer's output is incomplete: it
-        was abandoned, it has failed on an event or on closing, or the queue was full. The warning also has the number
-        of events that were lost. No error of the observer is raised. After an interrupt, a second call continues to
-        wait.
+        If that takes longer, the observer is abandoned. One warning is printed if the observer's output is incomplete.
+        It says why: the observer was abandoned, could not be created, or has failed on an event or on closing; or the
+        queue was full. It also has the number of events that were lost. No error of the observer is raised. After an
+        interrupt, a second call continues to wait.
 
         The observer is closed in a new daemon thread, which has normal priority, as training no longer needs the CPU,
         and does not keep the process from ending.
@@ -106,10 +106,10 @@ class Background(Observer):
             self._reason = ""
 
     def _start(self, work: Callable[..., object], *arguments: Any) -> threading.Event:
-        """Run a function in a new daemon thread, and return an event that is set when the function has ended.
+        """Run a function in a new daemon thread, and return at once an event that is set when the function has ended.
 
         The thread gets a copy of this thread's context variables. An error of the function sets the event, too, and is
-        not passed on. The event is there because Thread.join() takes a thread for ended after an interrupt.
+        not raised here. The event is there because Thread.join() takes a thread for ended after an interrupt.
         """
         done = threading.Event()
 

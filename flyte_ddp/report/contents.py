@@ -25,9 +25,10 @@ def tiles(record: Record) -> list[tuple[str, str]]:
     """Return (value, label) of each key number at the top of the page, the most important first, all as formatted text.
 
     The first are the headline and the loss on the test split. If the test split has not been evaluated, they are those
-    of the chosen epoch. If no epoch is chosen yet, they are those of the last one. A script's run shows its newest
-    figures instead. Then come the chosen epoch, the time, the speed, the time left of a running training, the ranks and
-    the total time, as far as they are known.
+    of the chosen epoch. If no epoch is chosen yet, they are those of the last one. Before the first evaluation, there
+    is a dash for the headline alone. A script's run shows its newest figures instead, at most MOST_MEASURES. Then come
+    the chosen epoch, the time, the speed, the time left of a running training, the ranks and the total time, as far as
+    they are known.
     """
     run = record.started
     description = record.info.description
@@ -74,7 +75,11 @@ def tiles(record: Record) -> list[tuple[str, str]]:
 
 
 def epoch_table(record: Record) -> Table:
-    """Return a table of the last MOST_EPOCHS evaluations; without one it has no lines."""
+    """Return a table of the last MOST_EPOCHS evaluations, oldest first. If there was none, the table has no lines.
+
+    A line has the epoch, the first MOST_MEASURES measures of the evaluation and of the training before it, the seconds
+    of training, and the digest of the weights.
+    """
     names = record.measures[:MOST_MEASURES]
     evaluated = [f"{capitalised(record.split)} {in_words(name)}" for name in names]
     trained = [f"Training {in_words(name)}" for name in names]
@@ -96,7 +101,7 @@ def epoch_table(record: Record) -> Table:
 def kept_table(record: Record) -> Table | None:
     """Return a table of the evaluations whose weights options.keep_best has left in the logs, the best first.
 
-    Returns None if there are no such weights.
+    Returns None if there are no such weights, and until the training has finished.
     """
     if not record.kept:
         return None
@@ -244,7 +249,7 @@ def _settings(values: Settings) -> list[tuple[str, str, str]]:
 
 
 def operator_table(record: Record) -> Table | None:
-    """Return a table of rank 0's most expensive operators, from profile/operators.json in the logs.
+    """Return a table of rank 0's MOST_SHOWN most expensive operators, from profile/operators.json in the logs.
 
     Returns None if there is no such file, because the profiler was off.
     """

@@ -121,7 +121,8 @@ class MlflowRun(Tracker):
     def _send(self) -> None:
         """Find or create the run if no request has done so yet, and send the queued metrics and tags.
 
-        Afterwards `_reason` says why a request failed, and is empty if all is sent.
+        Nothing is raised: afterwards `_reason` says why a request has failed, or is empty if all is sent. What is not
+        sent stays in the queue. The method also sets the time at which the next request is due.
         """
         self._reason = ""
         if not self._run_id:
@@ -148,7 +149,8 @@ class MlflowRun(Tracker):
 
         The method marks the run as running, and logs the parameters that the run lacks. It reads which steps earlier
         attempts have sent, and removes these from the queue of metrics. If the server's address begins with http, it
-        prints and reports the run's URL. Errors of MLflow are raised; _send() calls again until the run is found.
+        prints the run's URL and passes it to on_url. Errors of MLflow are raised; _send() calls again until the run is
+        found.
         """
         client = self._client
         info = self.info

@@ -111,7 +111,7 @@ class Observers:
         self._close(self._theirs)  # a tracker may send the report
 
     def _forward(self, event: Any) -> None:
-        """Pass an event to all observers. One that raises an exception is reported, and gets no more events."""
+        """Pass an event to all observers. One that raises is reported by a warning, and gets no more events."""
         for receiver in list(self._receivers):
             try:
                 receiver(event)
@@ -182,7 +182,11 @@ class TimeLeft:
         self._now = now
 
     def estimate(self, event: Any) -> Any:
-        """Follow the events, and return the event: a StepLogged with its seconds_left filled in, others as they are."""
+        """Take note of a run's next event, and return the event; of a StepLogged, return a copy that has seconds_left.
+
+        Each event must be passed, in order, as the estimate follows from all of them. seconds_left stays None while the
+        time is unknown.
+        """
         if isinstance(event, RunStarted):
             self._began = self._now()
             self._run = event

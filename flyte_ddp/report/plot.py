@@ -158,7 +158,10 @@ class Plot:
         return make_axis(values, left, self.right, **how)
 
     def axes(self, x: Axis, y: Axis, name: str) -> None:
-        """Draw the grid and the labels of both axes. Later calls of line, across and symbols use these axes."""
+        """Draw the grid, the labels of both axes, and a name below the horizontal one.
+
+        Call this method first: line, across and symbols use these axes.
+        """
         self._x = x
         self._y = y
         for value, label in y.labels.items():

@@ -75,9 +75,10 @@ def describe_predictions(record: Record) -> dict[str, Any]:
     Returns:
         Values for the page's template:
 
-        - "classes": the classes with their accuracies. If there are more than MOST_BARS, only the MOST_BARS worst, the
-        worst first.
-        - "mistakes": the most confident mistakes, MOST_MISTAKES at most.
+        - "classes": for each class its name, two texts such as "9 of 10" and "90.00%", and the percentage of its images
+        that were classified correctly. If there are more than MOST_BARS, only the MOST_BARS worst, the worst first.
+        - "mistakes": for each of the MOST_MISTAKES most confident mistakes the image as a data URI, its index, its true
+        class, the predicted one, and how sure the network was.
         - "cells": the confusion matrix; an empty list if there are more than MOST_CLASSES classes.
         - "names": the names of all classes.
         - "roomy": whether the matrix's cells need more space.
@@ -170,8 +171,8 @@ def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
     The file has an array "captions", and arrays "0", "1", … of images (C, H, W) uint8.
 
     Returns:
-        Pairs of a data URL and a caption; none if there is no file. If the file cannot be read, the only pair has
-        no image, and a caption that says why.
+        Pairs of a data URI and a caption; none if there is no file. If the file cannot be read, there is one pair with
+        an empty image, and a caption that says why.
     """
     path = logs / "pictures.npz"
     if not path.exists():

@@ -147,6 +147,9 @@ def parse_event(line: dict[str, Any]) -> Any:
 
     Returns:
         The event; None for "attempt", "finished", "failed", and events of newer versions.
+
+    Raises:
+        KeyError, TypeError, AttributeError: The line is not one that ProgressFile writes.
     """
     kind = EVENTS.get(line["event"])
     if kind is None:
@@ -173,7 +176,8 @@ class TimesRead:
         """Add the next line of a progress file to the seconds by cause in `goodput`.
 
         The first "attempt" line creates `goodput`. A later one corrects the seconds of the earlier attempts. Any other
-        line counts the time until its event; before an "attempt" line it is ignored.
+        line counts the time until its event; before an "attempt" line it is ignored. A line that ProgressFile does not
+        write raises any exception.
         """
         if line["event"] == "attempt":
             begun = Goodput.begun(line)

@@ -76,7 +76,10 @@ class Report(Observer):
 
 
 def fragment(record: Record) -> str:
-    """Render the record as the content of <body>, for a Deck or document(). All values are escaped."""
+    """Render the record, and the pictures and figures in its logs, as the content of <body>, for a Deck or document().
+
+    All values are escaped, except the figures that the training has drawn itself.
+    """
     return render_body(
         page.REPORT,
         record=record,

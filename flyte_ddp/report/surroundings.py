@@ -21,7 +21,7 @@ SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 def surroundings() -> dict[str, str]:
     """Return versions, hardware and git commit as texts by label, without those that are unknown.
 
-    They are found in milliseconds, without torch or the network, and cached.
+    They are found in milliseconds, without torch or the network. All calls return the same dict: do not change it.
     """
     facts = {"Python": platform.python_version()}
     for name in SHOWN_VERSIONS:
@@ -53,9 +53,9 @@ def _gpus() -> str:
 
 
 def _commit() -> str:
-    """Return the git commit of this code, with "-dirty" if the code has changed since.
+    """Return the first 12 digits of the git commit of this code, with "-dirty" if the code has changed since.
 
-    Outside of a checkout, as in an image, this is the variable GIT_COMMIT, or "".
+    Outside of a checkout, as in an image, return the environment variable GIT_COMMIT, or "" if it is not set.
     """
     root = Path(flyte_ddp.__path__[0]).parent
     commit = ""

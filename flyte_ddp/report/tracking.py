@@ -118,6 +118,9 @@ class Tracking(Observer):
 def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> Background | None:
     """Start the tracker that the options ask for, in a thread of its own; return None if they ask for none.
 
+    The caller passes events to the returned observer, and closes it. Without a key for W&B, "auto" asks for none, and a
+    message says so.
+
     Args:
         info: the run.
         folder: has report.html and model.pt when the run ends.

@@ -203,9 +203,10 @@ def shown_images(count: int, batch_size: int) -> list[int]:
 
 
 def explain_unreachable() -> str:
-    """Return why W&B cannot be used: there is no key, or its server does not answer. Return "" if it can.
+    """Return why W&B cannot be used: there is no key, or its server does not answer. Return "" if it can be used.
 
-    wandb itself would keep trying for a long time.
+    The server has ten seconds to answer; wandb itself would keep trying for a long time. Whether it accepts the key is
+    not checked.
     """
     if not has_key():
         return "no key: set WANDB_API_KEY, or run `wandb login`"

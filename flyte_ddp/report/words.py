@@ -24,7 +24,7 @@ def capitalised(text: str) -> str:
 def split_sizes(run: RunStarted) -> str:
     """Return how many samples each split has: "59,000 training, 1,000 validation and 10,000 test images".
 
-    Returns an empty text for a run whose samples nobody knows.
+    Returns an empty text for the run of a script, whose samples nobody knows.
     """
     if not run.samples:
         return ""
