@@ -56,7 +56,8 @@ def find_settings_class(recipe: str, name: str | None) -> type[TrainingSettings]
             beside the recipe's module, or for TrainingSettings if there is no such module.
 
     Raises:
-        InputError: the class cannot be imported, or is no subclass of TrainingSettings.
+        InputError: the class is not found, or is no subclass of TrainingSettings.
+        Exception: whatever else the import of its module raises.
     """
     module = recipe.partition(":")[0]
     beside = f"{module.rpartition('.')[0]}.settings".lstrip(".")
@@ -87,7 +88,14 @@ class RecipeCommand(click.Command):
 def make_command(recipe: str, kind: type[TrainingSettings]) -> click.Command:
     """Return a command that trains the recipe, with an option for each field of the settings and of RunOptions.
 
-    Raises InputError if a setting has the name of one of the command's own options.
+    RunOptions.resume_from has none. The command's own options are --data, --init and --output.
+
+    Args:
+        recipe: the recipe's name, "package.module:Name".
+        kind: the class of its settings.
+
+    Raises:
+        InputError: A setting has the name of a field of RunOptions, or of one of the command's own options.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     how = {field.name: field for field in dataclasses.fields(RunOptions) if field.name != "resume_from"}

@@ -87,11 +87,11 @@ class CheckpointMirror:
         self._emit: Callable[[Event], None] = lambda event: None
 
     def restore(self) -> None:
-        """Make the folder what the manifest names, and nothing else.
+        """Download to the folder of checkpoints what the manifest on this machine names, and delete all other files.
 
         The method also sets `step` and `figures` to those in the manifest. Files that are there already in the right
         version are kept. Nothing is done without a manifest, or in a local run whose folder has files from an earlier
-        run.
+        run. Call it before each start of the ranks.
 
         Raises:
             InputError: the manifest, which resume_from may name, is not that of a script; or a file that it names is
@@ -180,9 +180,10 @@ class CheckpointMirror:
     def following(self, emit: Callable[[Event], None], whole_until: Callable[[bool], float]) -> Iterator[None]:
         """Upload checkpoints in a thread while the block runs, and once more at its end, even if it raises.
 
-        An entry is uploaded when it has been quiet for QUIET_SECONDS. Without a storage nothing is uploaded. After a
-        PreemptedError the last upload may take only until the grace of the platform ends. If it takes longer, a warning
-        is printed. Errors of the block are raised unchanged.
+        A context manager. An entry, which is a file or folder at the top of the checkpoints, is uploaded when it has
+        been quiet for QUIET_SECONDS. Without a storage nothing is uploaded. An upload that fails prints a warning, and
+        is tried again. The end of the block waits for the last upload: after a PreemptedError only until the grace of
+        the platform ends, with a warning if that is too short. Errors of the block are raised unchanged.
 
         Args:
             emit: gets a CheckpointWritten after each new manifest, from the thread.
@@ -233,7 +234,8 @@ class CheckpointMirror:
         a new entry arrives: a script may remove its last checkpoint before it writes the next one.
 
         Entries are uploaded in the order of their last changes. If the storage does not take an entry, the later ones
-        wait for it: one of them may be a small file that names this entry. Deleted entries stay in the manifest, too.
+        wait for it: one of them may be a small file that names this entry. Deleted entries then stay in the manifest.
+        After a new manifest, the method emits a CheckpointWritten.
 
         Args:
             whole_until: a time in nanoseconds since 1970. Entries that have last changed before it count as quiet. With
@@ -287,7 +289,7 @@ class CheckpointMirror:
 
         Args:
             busy: the entries that were not quiet at this time, or have changed during their upload.
-            now: the time in seconds.
+            now: the time in seconds, by the mirror's own clock.
         """
         self._busy = {one: self._busy.get(one, now) for one in busy}
         for one, since in self._busy.items():
@@ -340,9 +342,9 @@ class CheckpointMirror:
         return copies if self._scan().get(entry, {}).items() <= files.items() else None
 
     def _move_manifest(self, copies: dict[str, dict[str, Copy]], step: int) -> None:
-        """Write a new manifest of these copies to the storage, and then to this machine.
+        """Write a new manifest of these copies to the storage, and then to this machine, in place of the ones before.
 
-        Names of objects that the new manifest does not need may then be used again.
+        Names of objects that the new manifest does not need may then be used again for other uploads.
 
         Args:
             copies: all copies that the manifest names, by entry and relative path.

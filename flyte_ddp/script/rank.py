@@ -35,19 +35,21 @@ class ScriptStopped(StopRequested):
 
 
 def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptResult:
-    """Run the script as this rank, and return what it has told of itself.
+    """Run the script as __main__ in this process, as one rank, and return its warnings and its peak memory.
 
     The script makes its own process group. SIGTERM and SIGINT do what they do in any Python program. For the script the
-    function changes the working folder, the environment variables, sys.argv and sys.path of this process.
+    function changes the working folder, the environment variables, sys.argv and sys.path of this process. Before it
+    returns or raises, it calls the script's exit handlers. If the script calls os._exit, the function sends its result
+    or failure to the launcher itself, and the process ends.
 
     Args:
         environment: this rank.
-        link: receives rank 0's figures, and from every rank signs of life.
+        link: receives a RunStarted, rank 0's figures, and from every rank signs of life.
         job: the script.
 
     Raises:
-        SystemExit: the script has ended with an exit status other than 0.
-        StopRequested: the script has ended after a request to stop.
+        SystemExit: the script has ended with an exit status other than 0, and nobody had asked it to stop.
+        StopRequested: the script has ended in any way after a request to stop.
         Exception: whatever the script raises.
     """
     os.chdir(job.working_folder)
@@ -192,9 +194,10 @@ def torchrun_variables(environment: Environment, job: ScriptJob) -> dict[str, st
 
 
 def run_as_main(path: str) -> None:
-    """Run a Python file as the module __main__, which it stays, so that threads and exit handlers still find it.
+    """Run a Python file as the module __main__ of this process. What the file raises is raised here.
 
-    Loader workers that are spawned import it by its path, as those of `python train.py` do.
+    It stays the module __main__ afterwards, so that threads and exit handlers still find it. Loader workers that are
+    spawned import it by its path, as those of `python train.py` do.
     """
     main = ModuleType("__main__")
     main.__file__ = path
@@ -262,7 +265,7 @@ class Companion:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _tell(self, is_last: bool = False) -> None:
-        """Emit a StepLogged for each new line of the script's events.
+        """Emit a StepLogged for each new line that the script has written to $DDP_EVENTS; on rank 0 alone.
 
         The first line that cannot be read is warned of. All such lines are left out.
 
@@ -309,6 +312,8 @@ class EventsFile:
 
 def read_event(line: bytes) -> StepLogged | str:
     """Return a line of $DDP_EVENTS as an event, or a sentence that says what is wrong with the line.
+
+    The event's measures are the line's figures. Its learning rate, speed and gradient norm are None.
 
     Args:
         line: an object of JSON with a whole number "step" and figures by name. Values that are no numbers are left out.

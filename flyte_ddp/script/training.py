@@ -157,15 +157,19 @@ class CommonScriptTraining(Training[Given, Outputs]):
     def train_rank(
         self, environment: Environment, job: Job, on_event: Callable[[Event], None] | None
     ) -> list[TrainingResult]:
-        """Run the ranks of this node, and return their results.
+        """Run the script's ranks of this node, wait for them, and return their results, in the order of the ranks.
 
-        The first node mirrors its checkpoints to the storage. Every other node begins with a copy of the checkpoints in
-        a temporary folder, which is deleted at the end.
+        The first rank of each node calls the method. The first node mirrors its checkpoints to the storage. Every other
+        node begins with a copy of what was mirrored in a temporary folder, which is deleted at the end with all that
+        the script has saved there.
 
         Args:
             environment: the node's first rank.
             job: the run.
             on_event: takes the events of rank 0; None on all nodes but the first.
+
+        Raises:
+            Exception: what launcher.launch raises, or a storage that does not deliver the checkpoints.
         """
         if on_event:
             return self.ranks.start(environment.world, job, on_event)
@@ -204,7 +208,7 @@ class Ranks:
 
         The script writes checkpoints to the folder "script" beside the job's checkpoint_path. A local run without
         resume begins with an empty folder. If all ranks succeed, the folder is moved to CHECKPOINT beside the job's
-        model_path.
+        model_path. After a failure, the method may be called again: the ranks go on from what was mirrored.
 
         Args:
             world: all ranks.
@@ -305,8 +309,8 @@ def describe_script(code: UserCode, arguments: Sequence[str]) -> Subject:
 def without_secrets(arguments: Sequence[str]) -> list[str]:
     """Return a script's arguments with *** in place of secret values.
 
-    A value is secret if the option before it, or in the same argument before "=", ends in token, key, secret, password
-    or passwd, such as --api_key.
+    A value is secret if it follows an option, as the next argument or after "=", whose name begins with - and ends in
+    token, key, secret, password or passwd, such as --api_key. Upper and lower case are alike.
     """
     shown: list[str] = []
     is_secret = False
@@ -330,7 +334,7 @@ def check_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_options(options: RunOptions) -> None:
-    """Raise InputError for an option that would have no effect on a script."""
+    """Raise InputError if an option that has no effect on a script, one of UNUSED, is not its default."""
     for name in UNUSED:
         value, default = getattr(options, name), getattr(RunOptions(), name)
         if value != default:

@@ -68,8 +68,8 @@ def read(place: str) -> Recorded:
         place: the file, the training's folder or logs, or a URL of them in Flyte's storage.
 
     Raises:
-        InputError: there is no such file, it is no progress file or trace, a newer version has written it, or it has no
-            digests, as before the first step.
+        InputError: there is no such file, it is no progress file or trace, a newer version has written it, the training
+            has not begun its first step, or an evaluation has no digest.
     """
     file = File(place)
     recorded = Recorded()
@@ -120,9 +120,10 @@ def compare(context: click.Context, first: str, second: str) -> None:
 def compare_runs(one: Recorded, other: Recorded) -> tuple[bool, str]:
     """Compare the digests of two runs' weights, and return whether all are equal, and a text that says so or why not.
 
-    The runs are equal if both have finished, have the same digest in model.pt, and have evaluations at the same
-    positions with the same digests. If a digest differs, the text names the first such evaluation. Otherwise it says
-    that no evaluation is common to both, that one run goes further or has not finished, or that model.pt differs.
+    The runs are equal if both have finished, have the same digest in model.pt, and have evaluations, at least one, at
+    the same positions with the same digests. If a digest differs, the text names the first such evaluation. Otherwise
+    it says that no evaluation is common to both, that one run goes further or has not finished, or that model.pt
+    differs.
     """
     both = sorted(one.digests.keys() & other.digests.keys())
     differing = [position for position in both if one.digests[position] != other.digests[position]]

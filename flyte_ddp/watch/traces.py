@@ -40,10 +40,13 @@ class Step:
 def read_trace(progress_path: str) -> dict[int, Step]:
     """Read the trace beside a training's progress file: its steps by number; none if there is no trace.
 
-    Of a step that was computed again, after a restart, the last line counts.
+    If a step was computed again, after a restart, its last line counts. A last line that is incomplete is left out.
+
+    Args:
+        progress_path: the path or URL of progress.jsonl. The trace is searched for in the same folder.
 
     Raises:
-        InputError: The file is no trace.
+        InputError: The file is no trace, or cannot be read.
     """
     path = f"{progress_path.rpartition('/')[0] or '.'}/{FILE}"
     file = File(path)
@@ -75,7 +78,7 @@ def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
         other: those of the other trace.
 
     Raises:
-        InputError: the traces are of networks with other weights.
+        InputError: the networks of both traces have weights of different names.
     """
     both = sorted(one.keys() & other.keys())
     if not both:
@@ -90,7 +93,7 @@ def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
 
 
 def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
-    """Return a sentence on what differs first in a step of two traces; "" if all is equal.
+    """Return a sentence on what differs first between two traces of the same step; "" if all is equal.
 
     The order is: the weights before the step, the outputs, the gradients.
 
