@@ -15,9 +15,10 @@ NARROWER = {np.dtype(np.longdouble): np.dtype(np.float64), np.dtype(np.clongdoub
 
 
 def to_tensor(array: np.ndarray) -> Tensor:
-    """Return the array as a tensor, copied only if torch cannot hold it as it is.
+    """Return the array as a tensor that shares the array's memory, or has a copy if torch cannot hold the array.
 
-    Arrays with swapped bytes, with negative strides or of floats of 80 bits, which become float64, are copied.
+    Copied are arrays with swapped bytes, with strides that torch lacks, such as negative ones, and of floats of 80
+    bits, which become float64.
     """
     native = array.dtype.newbyteorder("=")
     kind = NARROWER.get(native, native)

@@ -39,9 +39,9 @@ class Batch:
 
         Args:
             most: the most samples of a part; 0 gives [self].
-            ranks: the number of ranks. Each part may have collectives, so all ranks must have equally many parts. The
-                list is therefore filled up to the number of parts of the largest share of a rank. The parts added are
-                copies of the first part, marked as borrowed: they count for nothing. With 0, nothing is added.
+            ranks: the number of ranks, if all of them need equally many parts because each part has collectives. The
+                list is then filled up to the number of parts of the largest share of a rank. What is added is the first
+                part again, marked as borrowed: it counts for nothing. With 0, nothing is added.
         """
         if not most:
             return [self]
@@ -111,7 +111,7 @@ class Shuffled:
 def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     """Divide range(start, stop) among the ranks, and return where this rank's slice begins and ends.
 
-    The slices' sizes differ by at most one, and the first ranks have the larger ones.
+    The slices' sizes differ by at most one. Rank 0 has one of the largest; others may be empty.
     """
     first, last = (start + -(-(stop - start) * number // world_size) for number in (rank, rank + 1))
     return first, last
@@ -207,13 +207,16 @@ class _Batches:
             keys: the key that shuffles each pass; None leaves the pass unshuffled.
             origin: origin(step) returns what the random numbers of a Dataset's samples follow from in this step. If
                 origin(step) is None, a sample gets the same random numbers each time.
+
+        Raises:
+            InputError: A split in blocks is given several keys.
         """
         if isinstance(self.split, BlockSplit):
             return BlocksInOrder(self.split, keys, self.batch_size, self.samples, self._computed)
         return Shuffled(self.split, keys, origin)
 
     def _fetch(self, order: Order, steps: range) -> Iterator[tuple[int, list[tuple[Any, BatchShare]]]]:
-        """Read this rank's samples of these steps, and yield (step, shares) for each step.
+        """Read this rank's samples of these steps, and yield (step, shares) for each step. Nothing is exchanged.
 
         A share is (tree, BatchShare): samples as tensors (n, ...) on the device, and their place in the step's global
         batch. Without virtual ranks, a step has one share. With them, it has one for each of this rank's virtual ranks
@@ -221,6 +224,9 @@ class _Batches:
 
         A rank without samples in a step gets one share with one sample of another rank, marked as borrowed: it counts
         for nothing. If the samples have lengths, all ranks pad theirs to the longest sample of the global batch.
+
+        Raises:
+            DataError: A sample cannot be read, or does not fit the others. This rank alone raises it.
         """
         lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
@@ -261,14 +267,14 @@ class _Batches:
                 yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), cut_share
 
     def _fill_up(self, step: int, shares: list[tuple[Any, BatchShare]]) -> list[tuple[Any, BatchShare]]:
-        """Return the shares that this rank lacks to have as many in this step as the rank with the most virtual ranks.
+        """Return the shares to add to this rank's, so that it has as many in this step as the rank that has most.
 
         They are copies of the rank's last share, marked as borrowed: they count for nothing. All ranks then run equally
         many parts, which is needed where each part has collectives.
 
         Args:
             step: the number of the step in the epoch.
-            shares: the rank's own shares; at least one.
+            shares: the shares that the rank has; at least one. The list is not changed.
         """
         used = self.parts_with_samples(step)
         by_rank = [parts_of_rank(self.virtual_ranks, rank, self.world_size) for rank in range(self.world_size)]
@@ -285,7 +291,8 @@ class _Batches:
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
         """Yield, for each step, the indices (n,) int64, in the split, of the samples that this rank computes.
 
-        Many steps are looked up in the order at once, which costs less.
+        A rank without samples of its own in a step computes one of another rank. Many steps are looked up in the order
+        at once, which costs less.
         """
         at_once = max(1, LOOKED_UP * self.world_size // self.batch_size)
         for start in range(0, len(steps), at_once):
@@ -340,23 +347,28 @@ class TrainBatches(_Batches):
             yield from shares
 
     def steps(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[list[Batch]]:
-        """Yield the list of this rank's shares, augmented, of each global batch of an epoch.
+        """Yield, for each step of an epoch, the list of this rank's shares of the global batch, augmented.
 
-        The epoch's last global batch may be short.
+        Without virtual ranks, the list has one share. With them, it has one for each of the rank's virtual ranks that
+        has samples. A rank without samples in a step gets a share with a sample of another rank, marked as borrowed: it
+        counts for nothing. The epoch's last global batch may be short.
 
         Args:
             epoch: the number of the epoch, from 0.
             first_step: the first step to yield, from 0.
             end: the step to stop before; None is the epoch's end.
+
+        Raises:
+            DataError: A sample cannot be read, or does not fit the others. This rank alone raises it.
         """
         for step, shares in self._fetch(self._make_order(epoch), range(len(self))[first_step:end]):
             seed, other = (derive_key(use, self.seed, epoch, step) for use in (Use.STEP, Use.AUGMENTATION))
             yield [Batch(self.augment(tree, other, share, epoch), share, seed) for tree, share in shares]
 
     def count_tokens(self, epoch: int, first_step: int, end: int) -> int:
-        """Return the sum of the samples' lengths in an epoch's steps from first_step to end, exclusive, over all ranks.
+        """Return the sum of the lengths of all ranks' samples in an epoch's steps from first_step to before end.
 
-        Padding does not count. Call it only if the split has lengths.
+        Padding does not count. Nothing is exchanged. Call it only if the split has lengths.
         """
         lengths = get_lengths(self.split)
         assert lengths
@@ -406,7 +418,7 @@ class EvaluationBatches(_Batches):
             yield from shares
 
     def steps(self) -> Iterator[list[Batch]]:
-        """Yield the list of this rank's shares of each global batch of the split."""
+        """Yield, for each step, the list of this rank's shares of the global batch, as TrainBatches.steps() does."""
         for step, shares in self._fetch(self.order, range(len(self))):
             yield [Batch(tree, share, derive_key(Use.TEST_STEP, step)) for tree, share in shares]
 

@@ -54,7 +54,7 @@ class BlockCache:
         nothing. Without a process group, the process is a rank of its own.
 
         Raises:
-            InputError: The folder cannot be written to.
+            InputError: The folder cannot be written to. This rank alone raises it.
         """
         if self._alive:
             return
@@ -107,7 +107,8 @@ class BlockCache:
         """Put a block's file at path(name), unless the file is there already.
 
         If another rank of the node has the file, it is linked. Otherwise, or on a disk without links, `write` is
-        called. Threads and ranks of the node may call this method at the same time: one works while the others wait.
+        called. Threads and ranks of the node may ask for the same block at the same time: one works while the others
+        wait.
 
         Args:
             name: the name of the block.
@@ -115,7 +116,7 @@ class BlockCache:
                 becomes an InputError.
 
         Raises:
-            InputError: The file cannot be written. The message names DDP_CACHE_DIR.
+            InputError: The file cannot be written. The message tells the user to set DDP_CACHE_DIR.
         """
         path = self.path(name)
         with writing_to(self.root, VARIABLE), locked(self.node / f"{name}.lock"):
@@ -187,8 +188,10 @@ class Prefetcher:
         """Start the threads that fetch the blocks in the background.
 
         Args:
-            fetch: fetch(block) brings a block into the cache. Its error ends the fetching, and wait() raises it.
-            delete: delete(block) removes a block that no later step needs.
+            fetch: fetch(block) brings a block into the cache; the threads call it. Its error ends the fetching, and
+                wait() raises it.
+            delete: delete(block) removes a block that no later step needs. Any thread that calls a method here may call
+                it.
         """
         self._fetch = fetch
         self._delete = delete
@@ -230,7 +233,8 @@ class Prefetcher:
     def _work(self) -> None:
         """Fetch one block after the other as there is room, until all are fetched, one fails, or close() is called.
 
-        Each thread runs this method. An error is kept for wait() to raise.
+        Each thread runs this method. An error is kept for wait() to raise. A block that comes after close() stays in
+        the cache.
         """
         while True:
             with self._changed:
@@ -272,7 +276,7 @@ def needed_bytes(uses: Uses, sizes: np.ndarray) -> int:
     """Return the most bytes that blocks take at a time, if each is there from its first use to its last.
 
     Args:
-        uses: the blocks, and the steps that need each.
+        uses: the blocks, at least one, and the steps that need each.
         sizes: (n,) bytes of each of these blocks.
     """
     times = np.concatenate([uses.first, uses.last + 1])

@@ -152,9 +152,10 @@ class BlockOrder:
 
     @cached_property
     def _cuts(self) -> np.ndarray:
-        """Return where streams begin and end in the row of all blocks' samples, laid end to end: (streams + 1,) int64.
+        """Return where streams begin and end in the row of all blocks' samples, laid end to end, as int64.
 
-        Stream k is from _cuts[k] to before _cuts[k + 1]. Streams that are a sample longer come first.
+        There are used_streams + 1 numbers. Stream k is from _cuts[k] to before _cuts[k + 1]. Streams that are a sample
+        longer come first.
         """
         each, longer = divmod(int(self._ends[-1]), self.used_streams)
         streams = np.arange(self.used_streams + 1)

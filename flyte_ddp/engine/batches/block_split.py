@@ -77,7 +77,8 @@ class BlockSplit:
     def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
         """Divide the split's blocks into two splits: one to train on, and one to validate on.
 
-        The same blocks are held out on every machine and for any settings.seed.
+        The same blocks are held out on every machine and for any settings.seed. Both splits have this one's name and
+        cache, and fetch their first block at once.
 
         Args:
             fraction: the share of the blocks to hold out.
@@ -123,10 +124,10 @@ class BlockSplit:
         """Yield the samples of each part, as a tree of tensors (n, ...) on the device, after fetching their blocks.
 
         This is for a few samples, such as those of trials; an epoch reads by BlocksInOrder. The blocks stay in the
-        cache for the next call, as far as it has room.
+        cache for the next call. If it would overflow, those of earlier calls are deleted.
 
         Args:
-            parts: (n,) int64 sample indices, in any order.
+            parts: for each part its sample indices, (n,) int64, in any order.
             origins: not used, since blocks draw no random numbers.
         """
         rows = BlockRows(self)

@@ -34,8 +34,10 @@ def reopen_files() -> None:
 def _reopen(number: int) -> None:
     """Give a descriptor a file offset of its own, at the same position, by opening its file anew.
 
-    The descriptor keeps its number. A file that is not a regular one, or is open for writing, stays as it is. OSError
-    is raised if the file cannot be opened again.
+    The descriptor keeps its number. A file that is not a regular one, or is open for writing, stays as it is.
+
+    Raises:
+        OSError: The descriptor is closed, or its file cannot be opened again.
     """
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:

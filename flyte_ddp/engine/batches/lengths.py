@@ -72,8 +72,8 @@ class Lengths:
     def padded(self, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
         """Return a rank's samples with the length of the global batch's longest sample, so that all ranks pad alike.
 
-        Shorter tensors are padded with zeros. Longer tensors, which only a Dataset that pads its samples itself can
-        return, are cut.
+        Shorter tensors are padded with zeros. Longer ones are cut: a split whose samples come padded has them all as
+        long as its longest sample.
 
         Args:
             tree: the tensors (n, length, ...) of the rank's samples. A tensor that has no lengths stays as it is.
@@ -85,7 +85,7 @@ class Lengths:
 
         Raises:
             DataError: A tensor is shorter than the longest of these n samples is according to lengths(). Or a tensor is
-                longer than that, and the Dataset does not pad its samples itself.
+                longer than that, and the split's samples do not come padded.
         """
         longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)
@@ -141,7 +141,7 @@ class SimilarLengths:
         return samples
 
     def _sort(self, number: int) -> Tensor:
-        """Return the indices (n,) int64 of a window's samples, in the order in which the epoch goes through them.
+        """Return the indices (n,) int64 of the samples of window `number`, in the order of the epoch.
 
         The samples are sorted by length and cut into batches, and the batches are shuffled. Within a batch they stay
         sorted. The last window has fewer samples if they run out. A short batch stays at the end.

@@ -109,7 +109,8 @@ class Streamed:
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
     """Yield the items of an iterator, of which a thread computes up to `count`, at least 1, in advance.
 
-    An error that an item raises in the thread is raised here in the item's place.
+    An error that an item raises in the thread is raised here in the item's place. The thread starts when the first item
+    is asked for. When this generator is closed, the thread may still compute up to `count` items.
     """
     asked: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Future[T]] = SimpleQueue()
@@ -177,8 +178,10 @@ class _Reader(Dataset[Any]):
 def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, origin: Origin = None) -> Any:
     """Read samples from a Dataset and stack them to a tree of arrays (n, ...).
 
-    Before each sample, the global random generators are seeded for this sample alone. Afterwards they are as before. A
-    dataset with a method read_batch(indices) returns the tree itself: is_padded and origin are ignored then.
+    Before each sample, the global random generators are seeded for this sample alone. Afterwards they are as before.
+
+    A dataset with a method read_batch(indices) returns the tree itself. Then is_padded and origin are ignored, no
+    generator is seeded or restored, and nothing is checked.
 
     Args:
         dataset: the Dataset.
@@ -191,8 +194,8 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
         The tree, built as a sample is, with a NumPy array in place of each number, array or tensor.
 
     Raises:
-        DataError: Samples differ in structure or shape, or have something other than numbers. Errors of the Dataset
-            itself are raised unchanged.
+        DataError: Samples differ in structure, in shape or in their types of numbers, or have something other than
+            numbers. Errors of the Dataset itself are raised unchanged.
     """
     if hasattr(type(dataset), "read_batch"):  # a wrapper may pass on the attributes of another Dataset
         return dataset.read_batch(indices)

@@ -14,7 +14,7 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
     permuted again until it does not (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
 
     Args:
-        positions: (n,) int64, each below size.
+        positions: (n,) int64 on the CPU, each below its size.
         size: the size, or (n,) the size of each position's permutation.
         key: the key, which chooses the permutation, or (n,) the key of each position's permutation.
 
@@ -33,7 +33,7 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
 
 
 def _permute(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Permute numbers of so many bits as range(size) needs, at least 2, with a Feistel network.
+    """Permute numbers with a Feistel network over the bits that range(size) needs, at least 2.
 
     In each round a half of the bits is changed by a mix of the other half and the key. With the same size and key,
     different numbers give different results. A result may be `size` or more: the caller must permute it again.

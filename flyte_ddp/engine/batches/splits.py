@@ -34,9 +34,12 @@ class Split(Protocol):
         """Yield the samples of each part, as a tree of tensors (n, ...) on the device.
 
         Args:
-            parts: (n,) int64 sample indices on the host.
-            origins: where in the training each part is read, from which a Dataset's random numbers follow; by default
-                an evaluation.
+            parts: for each part its sample indices, (n,) int64 on the host.
+            origins: for each part where in the training it is read; a Dataset's random numbers follow from that. By
+                default every part belongs to an evaluation.
+
+        Raises:
+            DataError: A sample cannot be read, or does not fit the others.
         """
 
 
@@ -140,7 +143,7 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
     blocks.
 
     Returns:
-        The split to train on, and that of the held-out samples, which read from the given split.
+        The split to train on, and that of the held-out samples. Both read from the given split.
 
     Raises:
         InputError: One of the two would be empty.
@@ -159,7 +162,8 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
 def spread(split: Split, count: int) -> Tensor:
     """Choose samples for a trial, evenly from all over the split: (count,) int64 indices, ascending.
 
-    A split in blocks has them from a few blocks, which are far apart. If count exceeds the split, some come twice.
+    A split in blocks has them from a few blocks, which are far apart. If these have, or the split has, fewer than
+    `count` samples, some indices come several times.
     """
     if isinstance(split, BlockSplit):
         return split.spread(count)
