@@ -68,7 +68,7 @@ def code_version(*modules: str) -> str:
 
 
 def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
-    """Return a hash of a code version and of the installed versions of some distributions.
+    """Return a hash, 16 hex digits, of a code version and of the installed versions of some distributions.
 
     The code version alone must be equal on all hosts; the distributions' versions may differ. That is why the code
     version does not contain them.
@@ -181,8 +181,8 @@ def is_first_party(module: str, file: str, root: str, own: Collection[str] = ())
 def is_installed(path: str) -> bool:
     """Return whether a path is in the standard library, or below a folder named site-packages or dist-packages.
 
-    Links are not followed. Whether a path is below sys.prefix is no test: sys.prefix may be /usr, and /usr/src/app a
-    user's code.
+    Links are not followed, and the path need not exist. It does not matter whether the path is below sys.prefix, which
+    may be /usr, while /usr/src/app is a user's code.
     """
     standard_library = os.path.dirname(os.__file__)
     installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
@@ -209,7 +209,9 @@ def read_script(file: str) -> Source:
 
 @cache
 def _read_source(file: str, package: str, content: bytes) -> Source:
-    """Hash a module's source, and list the full names of the modules that it may import. The result is cached.
+    """Hash a module's source, and list the full names that it imports, which may be modules or what is in them.
+
+    The result is cached by all arguments.
 
     A file of this library is hashed by its bytes, with Unix line ends. Any other file is hashed by its code, without
     comments and docstrings.
@@ -242,9 +244,10 @@ def hash_of_file(file: str) -> str:
 
 
 def hash_of_body(function: Callable[..., Any]) -> str:
-    """Return the hash of a task's function: of its body, without decorators, signature and docstring.
+    """Return the hash, 64 hex digits, of the body of a task's function.
 
-    What the body calls does not count. Returns "" if the function's source cannot be read.
+    Decorators, signature, docstring and comments do not count, nor does what the body calls. Returns "" if the
+    function's source cannot be read.
     """
     try:
         source = inspect.getsource(function)

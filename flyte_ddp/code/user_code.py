@@ -61,8 +61,9 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
     """Find the source of a recipe or an observer, and compute its version, without importing anything.
 
     Modules are searched for on sys.path. Import statements count anywhere in a file, and so does import_module("a.b")
-    with a literal name. checked_imports reports other imports. The version does not change with comments, docstrings or
-    formatting of the user's code, nor between Python 3.10 and 3.13.
+    with a literal name. Other imports are not found, but make checked_imports() raise an error when they happen. The
+    version does not change with comments, docstrings or formatting of the user's code, nor between Python 3.10 and
+    3.13.
 
     Args:
         name: "package.module:Name".
@@ -74,7 +75,7 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
 
     Raises:
         InputError: The name is malformed, the code or a data file is not found, a data file lies outside the root
-            folder, or a file has a syntax error.
+            folder, `data_files` is a single text, or a file has a syntax error.
     """
     if not isinstance(name, str):
         raise InputError(f"give a name such as {EXAMPLE}, got {name!r}: what ranks import is found by its name")
@@ -100,7 +101,8 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
 def _make_code(name: str, folder: str, root: str, sources: Mapping[str, Source], data_files: Sequence[str]) -> UserCode:
     """Return the code of a recipe or script from its sources, by module, and its data files, relative to `folder`.
 
-    Raises InputError for a data file that is not found, or lies outside of root.
+    The version is a hash of the sources' hashes and of the data files' bytes. Raises InputError for a data file that is
+    not found, or lies outside of root, and if `data_files` is a single text.
     """
     versions = {one: source.hash for one, source in sources.items()}
     files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
@@ -133,7 +135,7 @@ def find_script(script: str | Path, data_files: Sequence[str] = (), ranks: Seque
 
     Raises:
         InputError: The script is no file NAME.py, the script or a data file is not found, a data file lies outside the
-            root, or a file has a syntax error.
+            root, `data_files` is a single text, or a file has a syntax error.
     """
     given = Path(script)
     if not given.name.endswith(".py"):
