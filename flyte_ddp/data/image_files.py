@@ -57,7 +57,7 @@ class ImageFiles:
 
 
 def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarray:
-    """Decode an image to (C, H, W) uint8. Of an animation or several pages, take the first image.
+    """Decode an image file to an array (C, H, W) uint8. Of an animation or several pages, take the first image.
 
     The image is turned upright, loses its transparency, is scaled until it covers H x W, and is cropped around its
     centre. Values of 16 bits keep their upper 8 bits.
@@ -68,7 +68,7 @@ def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarr
 
     Raises:
         ValueError: The values have 32 bits or a sign, or are floats, so their range is unknown; or the image has more
-            than MOST_PIXELS pixels.
+            than MOST_PIXELS pixels, which is 50 million.
         Exception: What Pillow raises for a broken file, such as OSError.
     """
     from PIL import Image, ImageOps

@@ -133,7 +133,10 @@ class Stored:
         return {name: size for name, size in sizes.items() if not any(part[:1] == "_" for part in name.split("/"))}
 
     def write(self, file: str, content: bytes) -> None:
-        """Write a file whole or not at all, in place of an earlier one. Raises InputError if that is not possible."""
+        """Write a file below the URL whole or not at all, in place of an earlier one.
+
+        On a disk, missing folders are created. Raises InputError if the file cannot be written; nothing is tried again.
+        """
         with writing_to(self.url, "folder"):
             # Object storages have no folders, and s3fs would try to create the bucket
             if isinstance(self.files, LocalFileSystem):
@@ -144,10 +147,16 @@ class Stored:
                 self.files.pipe_file(f"{self.root}/{file}", content)
 
     def read(self, file: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the bytes of a file below the URL from start to before stop, or all bytes if both are None.
+        """Return some or all bytes of a file below the URL, after up to TRIES tries with growing pauses.
 
-        The file is "" if the URL is the file. Raises DataError if the file is not there or may not be read, and
-        DownloadError if TRIES tries have failed.
+        Args:
+            file: the file's name below the URL; "" if the URL is the file.
+            start: the position of the first byte, from 0; None for the file's beginning.
+            stop: the position after the last byte; None for the file's end.
+
+        Raises:
+            DataError: The file is not there, or may not be read.
+            DownloadError: All tries have failed. A try fails, too, if it gets fewer or more bytes than asked for.
         """
 
         def ask() -> bytes:
@@ -169,10 +178,16 @@ class Stored:
             yield piece
 
     def _retry(self, file: str, ask: Callable[[], T]) -> T:
-        """Call ask(), up to TRIES times with growing pauses, and return its result. `file` is for messages.
+        """Call ask() up to TRIES times, with growing pauses, until it succeeds, and return its result.
 
-        Raises DownloadError if all tries fail. An InputError, and a DataError for a file that is not there or may not
-        be read, are raised at once.
+        Args:
+            file: the name of the file below the URL, for messages.
+            ask: reads the storage.
+
+        Raises:
+            InputError: ask() raised it; there is no further try.
+            DataError: ask() raised FileNotFoundError or PermissionError; there is no further try.
+            DownloadError: All tries have failed, by whatever other errors.
         """
         reason = ""
         for number in range(TRIES):
@@ -195,7 +210,7 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
     """Return a reference to data in a storage: URL, options, and a digest that changes when the files change.
 
     The digest is computed from the files' names, sizes and times; the files are not read. In a folder of blocks, the
-    index is read, and its content counts instead of the files beside it.
+    index is read, and its content counts instead of all files beside it, even those that the index does not name.
 
     Args:
         url: a folder with files, or a file.
@@ -203,8 +218,8 @@ def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> S
             its options from its own configuration and the environment.
 
     Raises:
-        InputError: There are no data.
-        DataError: An index may not be read.
+        InputError: There are no data, or the URL names no storage that can be read here.
+        DataError: The data, or an index, may not be read.
         DownloadError: The storage fails.
     """
     use_storage_options(options or {})

@@ -44,8 +44,9 @@ class Indexed(Blocks):
         """Yield the content of a block's file piece by piece, and check it at the end.
 
         Raises:
-            DataError: The file is missing or, after the last piece, its SHA-256 is not that in the index.
-            DownloadError: The storage fails.
+            DataError: The file is missing or may not be read. Or, after the last piece: its SHA-256 is not that in the
+                index.
+            DownloadError: The storage fails, or the file is shorter than the index says.
         """
         file = self.files[number]
         digest = hashlib.sha256()
@@ -67,8 +68,8 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
     """Write samples as block files, block-000000.npy and so on, and then their index, for BlockFolder to read.
 
     Args:
-        folder: a path or URL, empty or not there yet. A pod's disk need not hold the blocks: write to a URL of the
-            storage.
+        folder: a path or URL, empty or not there yet; only an index is refused, and block files are overwritten. A
+            pod's disk need not hold the blocks: write to a URL of the storage.
         data: a tree of arrays (N, ...), or an iterator of such trees, of any lengths but the same types. A tree is a
             single array, or arrays in dicts, lists and tuples.
         rows: samples of a block; the last block may be shorter. Blocks of 16 to 128 MiB are read at full speed, and an
@@ -77,7 +78,7 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
     Raises:
         InputError: rows is no positive whole number, the folder has an index already or cannot be written to, the trees
             differ in types or shapes, or there are no samples.
-        DataError: a tree is no tree of arrays of numbers.
+        DataError: a tree is no tree of arrays of numbers, or its arrays differ in length.
     """
     check_count("rows", rows)
     stored = Stored(folder)
@@ -107,10 +108,14 @@ def write_index(stored: Stored, blocks: list[dict[str, Any]]) -> None:
 
 
 def read_index(stored: Stored) -> list[dict[str, Any]]:
-    """Return the entries of a folder's index, one for each block, in order: "name", "rows", "bytes" and "sha256".
+    """Return the entries of a folder's index, one for each block, in order.
+
+    Each is a dict with "name", the file's name below the folder; "rows", the number of samples; "bytes", the file's
+    size; and "sha256", in hex.
 
     Raises:
-        DataError: there is no index, it is damaged or empty, or names a file outside of the folder.
+        DataError: there is no index, it may not be read, it is damaged or empty, or names a file outside of the folder.
+        DownloadError: the storage fails.
     """
     where = stored.name(INDEX)
     try:
@@ -144,9 +149,14 @@ def _cut(tree: Any, rows: slice) -> Any:
 
 
 def _in_blocks(trees: Iterable[Any], rows: int) -> Iterator[np.ndarray]:
-    """Regroup the samples of many trees of arrays (n, ...) into arrays (rows, ...); the last one may be shorter.
+    """Yield the samples of many trees of arrays (n, ...) as blocks, which are arrays of `rows` samples.
 
-    Raises InputError if the trees differ in types or shapes, and DataError for a tree of anything but numbers.
+    The samples keep their order, and each is a row as to_rows() packs it. A block may have samples of several trees.
+    The last block may be shorter. Without any sample, nothing is yielded.
+
+    Raises:
+        InputError: The trees differ in types or shapes.
+        DataError: A tree has anything but arrays of numbers, or its arrays differ in length.
     """
     waiting: list[np.ndarray] = []
     count = 0

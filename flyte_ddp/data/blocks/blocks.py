@@ -100,8 +100,8 @@ def to_rows(tree: Any, name: str) -> np.ndarray:
         name: the name of the block, for messages.
 
     Raises:
-        DataError: The arrays differ in their number of rows, a leaf is no array of numbers, or a dict has a key that is
-            no string, or keys like those that a tuple gets here.
+        DataError: The arrays differ in their number of rows, there is no array, or a leaf is no array of numbers. Or a
+            dict has a key that is no string, or has just the keys "0", "1" and so on, which stand for a tuple here.
     """
     length = count_rows(tree, name)
     kind = _row_kind(tree, name)
@@ -139,9 +139,15 @@ def to_tree(rows: np.ndarray, order: slice | np.ndarray = slice(None)) -> Any:
 
 
 def open_rows(path: Path, length: int, name: str) -> np.ndarray:
-    """Open a block's .npy file as a memory map of its rows.
+    """Open a block's .npy file as a read-only memory map of its rows.
 
-    Raises DataError, with the block's name, if the file is damaged or cut short, or has not `length` rows.
+    Args:
+        path: the file, which must be there.
+        length: how many rows it must have.
+        name: the name of the block, for messages.
+
+    Raises:
+        DataError: The file is damaged or cut short, or has another number of rows.
     """
     try:
         rows: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False, max_header_size=MOST_HEADER_BYTES)

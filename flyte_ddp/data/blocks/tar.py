@@ -79,7 +79,8 @@ class TarImages(Indexed):
 def index_tars(url: str | Path) -> None:
     """Write the index.json of a folder of tar files, with each file's number of samples, size and SHA-256.
 
-    Each file is read once, whole.
+    Each file NAME.tar is read once, whole, those in sub-folders, too. Hidden files and folders are left out, and those
+    whose names begin with an underscore. An earlier index is replaced.
 
     Args:
         url: the folder, on disk or in storage.

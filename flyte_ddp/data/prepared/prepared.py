@@ -25,10 +25,16 @@ PathLike = str | Path
 
 
 def read_description(directory: PathLike) -> DatasetDescription:
-    """Read dataset.json, and check the types, shapes and sizes of the arrays' files, but not their content.
+    """Read a dataset's dataset.json, and check the types, shapes and sizes of its arrays' files, but not their content.
 
-    Returns a FolderDescription if the images are in files of their own. Raises DataError if a file is missing, damaged
-    or of another format.
+    Args:
+        directory: the folder of the dataset.
+
+    Returns:
+        The description; a FolderDescription if the images are in files of their own, which are not looked at.
+
+    Raises:
+        DataError: A file is missing, damaged or of another format.
     """
     path = Path(directory) / DESCRIPTION
     try:
@@ -56,7 +62,13 @@ def read_description(directory: PathLike) -> DatasetDescription:
 
 
 def verify(directory: PathLike) -> DatasetDescription:
-    """Read the description and every byte of the files. Raises DataError if anything differs from what was written."""
+    """Return a prepared dataset's description, after reading every byte of its arrays' files.
+
+    Images in files of their own are not read: verify_images() does that.
+
+    Raises:
+        DataError: A file is missing, or anything differs from what was written.
+    """
     description = read_description(directory)
     for filename, expected in description.sha256.items():
         path = Path(directory) / filename
@@ -70,11 +82,18 @@ def verify(directory: PathLike) -> DatasetDescription:
 
 
 def open_split(directory: PathLike, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Memory-map images (N, C, H, W) uint8 and labels (N,) int64 of the split "train" or "test" of a prepared dataset.
+    """Return the images (N, C, H, W) uint8 and labels (N,) int64 of a prepared dataset's split, as memory maps.
 
-    The maps are copy-on-write: all processes of a host share one copy, no write reaches the files, and torch.from_numpy
-    takes the maps without its warning about read-only arrays. Raises InputError if there is no such split, and
-    DataError if a file is missing or damaged.
+    The dataset must have been prepared from arrays. The maps are copy-on-write: all processes of a host share one copy,
+    no write reaches the files, and torch.from_numpy takes the maps without its warning about read-only arrays.
+
+    Args:
+        directory: the folder of the dataset.
+        split: "train" or "test".
+
+    Raises:
+        InputError: There is no such split.
+        DataError: A file is missing or damaged.
     """
     if split not in SPLITS:
         raise InputError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -88,7 +107,7 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
     The dataset may have been prepared from arrays or from a folder of image files.
 
     Args:
-        directory: the folder of the dataset.
+        directory: the folder of the dataset. For image files, link_images() must have linked it to their folder.
         split: "train" or "test".
 
     Returns:
@@ -98,6 +117,7 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
     Raises:
         InputError: There is no such split.
         DataError: A file is missing or damaged.
+        OSError: The link to the folder of image files is missing.
     """
     path = Path(directory) / f"{split}_files.npy"
     if not path.exists():

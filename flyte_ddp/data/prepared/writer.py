@@ -192,10 +192,11 @@ def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a damaged dataset.
+    """Remove the dataset in a folder if it is damaged.
 
-    Under the folder's lock, all files are verified again, so a dataset that another process has repaired stays. A
-    missing folder is left alone. Raises OSError if the folder cannot be removed.
+    All its files are read, while the folder's lock keeps other processes from writing it. So a dataset that is intact,
+    perhaps because another process has just repaired it, stays. A missing folder is left alone. Raises OSError if the
+    folder cannot be removed.
     """
     with _locked(directory):
         try:
@@ -213,9 +214,10 @@ def _remove(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold a lock on the folder's path while the block runs, so that other processes wait to write or remove it.
+    """Hold the lock of a dataset's folder while the block runs, so that other processes wait to write or remove it.
 
-    On a file system without locks the block runs without one.
+    A context manager. It waits, without a limit, while another process holds the lock, which is a file beside the
+    folder. The folder need not exist. On a file system without locks the block runs without one.
     """
     lock = FileLock(directory.with_name(f".{directory.name}.lock"), fallback_to_soft=False)
     with contextlib.suppress(OSError):  # not every network file system has locks; without one, the last writer wins

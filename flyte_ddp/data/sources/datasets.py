@@ -72,9 +72,14 @@ def discard_damaged(name: str) -> None:
 def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored | None = None) -> Path:
     """Prepare a dataset unless it is there and intact, and return its folder. Many processes may do so at once.
 
-    Original files that are there with the right checksum are not downloaded again. While a file is downloaded,
-    `progress` is called with (file name, bytes so far, total bytes or None). `open_stored` opens a file of a
-    DDP_DATA_MIRROR in object storage, such as s3://bucket/folder.
+    A damaged dataset is removed first. Original files that are there with the right checksum are not downloaded again.
+    Temporary files that killed processes have left in the folder for data are removed.
+
+    Args:
+        name: the name of the dataset.
+        progress: is called with (file name, bytes so far, total bytes or None) while a file is downloaded.
+        open_stored: opens a file of a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder. None if that
+            cannot be read here.
 
     Raises:
         DownloadError: the original files cannot be downloaded.
@@ -96,8 +101,8 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
 def _mnist(class_name: str, ask: Ask) -> Originals:
     """Download MNIST, or another dataset in its format, and return its classes, images and labels.
 
-    Torchvision's class gives the mirrors, the checksums and the file format. The folder of DDP_DATA_MIRROR is tried
-    before these mirrors.
+    Files that are in the folder for data with the right checksum are not downloaded again. Torchvision's class gives
+    the mirrors, the checksums and the file format. The folder of DDP_DATA_MIRROR is tried before these mirrors.
 
     Args:
         class_name: the name of torchvision's class, such as "FashionMNIST".
@@ -189,7 +194,8 @@ def _cifar10(ask: Ask) -> Originals:
 def _digits(ask: Ask) -> Originals:
     """Return scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), which need no download.
 
-    1,501 are for training and 296, the sixth of each class and so on, for testing.
+    Every sixth image of each class is for testing, 296 in all, and the other 1,501 are for training. An epoch goes over
+    these eight times.
 
     The 8 x 8 images are enlarged to 24 x 24 and padded to 28 x 28: of the sizes tried, the tutorial's network learns
     this one best.

@@ -44,7 +44,14 @@ class Mirrors:
     def fetch(self, filename: str, md5: str, directory: Path) -> Path:
         """Download a file, unless it is there with this MD5, and return its path. It appears whole or not at all.
 
-        The folders are tried in order. A host that could not be reached is not asked again, for other files either.
+        The folders in `urls` are tried in order, until one has the file with this MD5. A host that could not be reached
+        is not asked again by this object, for other files either.
+
+        Args:
+            filename: the file's name below each of the folders, and below `directory`.
+            md5: the MD5 of the file, in hex.
+            directory: the folder on this machine, which is created if it is missing. A file of this name with another
+                MD5 is replaced.
 
         Raises:
             DownloadError: no mirror delivered the file; the message has the reason of each.

@@ -53,8 +53,8 @@ def list_images(folder: Path) -> Files:
         class.
 
     Raises:
-        InputError: The folder is not there; it, train or test has no image files; there is only one class to train on;
-            a class is in test alone; or sub-folders have the names of other splits, such as "valid".
+        InputError: The folder is not there or may not be read; it, train or test has no image files; there is only one
+            class to train on; a class is in test alone; or sub-folders have the names of other splits, such as "valid".
     """
     with reading():
         paths = _all_images(folder)
@@ -160,8 +160,8 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
         The folder of the index.
 
     Raises:
-        InputError: The sub-folders are not as described, too many files cannot be read, or too few images or classes
-            are left.
+        InputError: The sub-folders are not as described, too many files cannot be read, too few images or classes are
+            left, or the index cannot be written.
     """
     paths = list_images(folder)
     classes = _large_classes(paths, images.least_images)
@@ -197,7 +197,17 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
 
 
 def verify_images(index: Path, folder: Path) -> None:
-    """Read every image in the index, below folder. Raises DataError if names or content are not what they were."""
+    """Read every image that an index names, to check that it is as it was indexed.
+
+    Images in the folder that the index does not name are not noticed.
+
+    Args:
+        index: the folder of the index.
+        folder: the folder of the images.
+
+    Raises:
+        DataError: An image is missing, cannot be read or has another content.
+    """
     content = hashlib.sha256()
     try:
         for split in SPLITS:
@@ -295,10 +305,14 @@ def _large_classes(paths: Files, least_images: int) -> list[str]:
 
 
 def _divide(paths: Files, classes: Sequence[str]) -> dict[str, list[tuple[int, str]]]:
-    """Return label and name of each image, by the splits train and test. A label is the class's index in `classes`.
+    """Return label and name of each image of these classes, by the splits "train" and "test".
 
-    If the folder is not divided, one in TEST_EVERY images of each class is for testing. Within a split, classes
-    alternate, so that any part of it has all of them.
+    A label is the class's index in `classes`. If the folder has no sub-folders train and test, one in TEST_EVERY images
+    of each class is for testing. Within a split, classes alternate, so that any part of it has all of them.
+
+    Args:
+        paths: the names of the image files by split and class, as list_images() returns them.
+        classes: the names of the classes to use. Images of other classes are left out.
     """
     rows: dict[str, list[tuple[int, int, str]]] = {split: [] for split in SPLITS}
     for label, name in enumerate(classes):
