@@ -25,12 +25,14 @@ class Card:
 
 
 def make_card(asked: ExportJob, written: Written, formats: dict[str, Measured]) -> Card:
-    """Build the model card in Markdown and as HTML, with the measures of each file beside those of the weights.
+    """Build the model card of an export, as Markdown and as HTML; nothing is written.
+
+    The card has the measures of each exported file beside those of the weights.
 
     Args:
         asked: the export, with the measures that the training reported.
         written: the model's facts, and the measures of the weights.
-        formats: the measures of each exported file, by the name of its format.
+        formats: the measures of each exported file, by the name of its format, such as "onnx".
     """
     subject = asked.job
     name = str(written.metadata.facts.get("network") or subject.recipe.rpartition(":")[2])
@@ -116,9 +118,9 @@ def inputs_section(written: Written) -> Section:
 
 
 def preprocessing_section(written: Written) -> Section:
-    """Return the section "Around the network": the numbered lines of the recipe's own forward.
+    """Return the card's section "Around the network": written.before, the source of the recipe's forward, with numbers.
 
-    Call it only if written.before, the source, is not empty. Indents are no-break spaces, which HTML keeps.
+    Call it only if written.before is not empty. Indents become no-break spaces, which HTML keeps.
     """
     source = enumerate(written.before.splitlines(), start=1)
     return Section(

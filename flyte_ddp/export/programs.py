@@ -34,10 +34,11 @@ class Call(NamedTuple):
 def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
     """Run the recipe's forward on a batch without gradients, and return the first call of the network in that forward.
 
-    The network stays in its mode, so call eval() before. The tensors of the returned call are contiguous.
+    Before, call model.eval(), and set recipe.share to this batch, as fetch_batch() does. The tensors of the returned
+    call are contiguous.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe. Errors of its forward are raised as they are.
         model: the recipe's network.
         tree: the batch.
         samples: the number of samples in the batch, which is only recorded.
@@ -66,6 +67,14 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
 
     A dimension of an input that has the same size in both calls is fixed. One that has the number of samples in both
     calls is "batch", a single dynamic dimension for all inputs. Any other that differs is dynamic by itself.
+
+    Args:
+        model: the network, in the mode that the program is to have.
+        few: a call of the network with few samples.
+        more: a call with more samples, whose arguments are nested like those of `few`.
+
+    Raises:
+        Exception: torch.export cannot trace the network. Its errors have many types.
     """
     batch = torch.export.Dim("batch")
 
@@ -89,12 +98,12 @@ def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgr
 
 
 def save_weights(path: Path, model: nn.Module, header: str) -> None:
-    """Save a network's state dict to a safetensors file. Of tied tensors, only the first name is saved.
+    """Save a network's state dict to a safetensors file. Tied tensors are saved once, under the first of their names.
 
     Args:
-        path: the new file.
+        path: the file.
         model: the network, which is not changed.
-        header: a text for the file's header, with the model's metadata.
+        header: the model's metadata as JSON, for the file's header.
     """
     from safetensors.torch import save_file
 
@@ -106,10 +115,14 @@ def save_weights(path: Path, model: nn.Module, header: str) -> None:
 
 
 def save_pretrained(path: Path, model: Any) -> None:
-    """Save the folder that a network of transformers or peft writes of itself (save_pretrained).
+    """Write a folder by the network's own method save_pretrained, which networks of transformers and peft have.
+
+    Args:
+        path: the folder.
+        model: the network. Errors of its method are raised as they are.
 
     Raises:
-        InputError: The network has no method save_pretrained.
+        InputError: The network has no such method.
     """
     if not callable(getattr(model, "save_pretrained", None)):
         raise InputError(
@@ -122,13 +135,18 @@ def save_pretrained(path: Path, model: Any) -> None:
 def save_program(name: str, path: Path, model: nn.Module, program: torch.export.ExportedProgram, few: Call) -> None:
     """Save a traced network as a pt2 or an ONNX file.
 
+    If tqdm is installed, its lock is replaced for the rest of this process.
+
     Args:
         name: the format: "pt2" or "onnx".
-        path: the new file. ONNX weights of more than MOST_ONNX_BYTES go to a file beside it.
+        path: the file. ONNX weights of more than MOST_ONNX_BYTES (1 GiB) go to a second file beside it.
         model: the network that the program was traced from.
         program: what trace() has returned.
-        few: a call of the network. Inputs and outputs in the ONNX file are named after its tensors; pt2 does not use
-            it.
+        few: a call of the network, for the names of inputs and outputs in an ONNX file, which are those that
+            describe_tensors() gives. pt2 does not use it.
+
+    Raises:
+        Exception: torch cannot convert the program, or the file cannot be written. Torch's errors have many types.
     """
     with suppress(ImportError):  # torch shows progress with tqdm if it is installed
         from tqdm import tqdm
@@ -155,9 +173,13 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
     Args:
         name: the format: "safetensors", "pretrained", "pt2" or "onnx".
         path: the file; for "pretrained", the folder.
-        model: an untrained network of the recipe, which the caller gives away. "safetensors" loads the weights into it,
-            and returns it. "pretrained" puts adapters into its base network, if the folder has adapters. "onnx" calls
-            it once, to learn how outputs are nested. "pt2" does not use it.
+        model: an untrained network of the recipe, which the caller must not use afterwards. "safetensors" loads the
+            weights into it, and returns it. "pretrained" puts adapters into its base network, if the folder has
+            adapters. "onnx" calls it once, at the first call of the returned network, to learn how outputs are nested.
+            "pt2" does not use it.
+
+    Raises:
+        Exception: the file cannot be opened, or does not fit `model`. Each library has errors of its own.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
@@ -171,10 +193,10 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 
 
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
-    """Load a folder that save_pretrained() has written, and return the network in evaluation mode.
+    """Load a folder that save_pretrained() has written, and return its network in evaluation mode.
 
-    If the folder has adapters, peft puts them into the base network of `model`, which is changed. Otherwise
-    transformers loads the folder by the class of `model`, which stays as it is.
+    If the folder has adapters of peft, they are put into the base network of `model`, which is changed. Otherwise the
+    class of `model` loads the folder by its from_pretrained(), and `model` stays as it is.
 
     Args:
         path: the folder.
@@ -219,9 +241,9 @@ class OnnxNetwork(nn.Module):
 def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Return the name, shape and dtype of each input tensor and each output tensor of the network, in order.
 
-    An input has the name of the parameter of the network's forward. Arguments of *args are "input_1", "input_2" and so
-    on, by their position from 0. A single output is "output". A tensor in a list or dict also has its place in the
-    name, as in "output_0". Other values than tensors are left out.
+    An input is named like its parameter of the network's forward. An input that *args takes is named by its position
+    among all positional inputs, from 0: the second one is "input_1". A single output is "output". A tensor in a list or
+    dict also has its place in the name, as in "output_0". Values other than tensors are left out.
 
     A dimension has its size if both calls have the same, "batch" if its sizes are the numbers of samples, FEW (2) and
     MORE (3), and "any" otherwise.

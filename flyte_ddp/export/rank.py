@@ -32,19 +32,21 @@ from flyte_ddp.whole_files import writing_to
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
     """Measure the job's weights on the test split, in float32 on the CPU, and write the network in each format.
 
-    The function runs in a process of its own, by run_alone.
+    A process of its own runs the function, by run_alone. The measures are not compared with any others here.
 
     Args:
         environment: the environment of this process.
-        link: gets the signs of life.
-        asked: the job, the formats, and the folder for the files, which must exist.
+        link: is told after each batch and each file that the process is alive.
+        asked: the job, the formats, and the folder for the files, which must exist. If a format fails, the files of the
+            formats before it stay there.
 
     Returns:
-        The measures, and the facts that the model card needs.
+        The measures of the weights, and the facts that the model card needs.
 
     Raises:
-        InputError: The weights or data cannot be used, the network cannot be exported to a format, or the folder cannot
-            be written to.
+        InputError: The weights, the recipe or its data cannot be used, the recipe's forward does not call the network,
+            the network cannot be exported to a format, or the folder cannot be written to.
+        ReportedError: The data cannot be read.
     """
     torch.set_num_threads(environment.threads)
     recipe = load_recipe(asked.job, CPU)
@@ -103,14 +105,15 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 
 
 def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str]) -> Measured | str:
-    """Measure an exported file on the test split; the function runs in a process of its own.
+    """Measure an exported file on the test split, in float32 on the CPU.
 
-    First the file's network computes a batch of one sample, to try whether it can.
+    A process of its own runs the function, by run_alone. First the file's network computes a batch of one sample, to
+    try whether it can.
 
     Args:
         environment: the environment of this process.
-        link: gets the signs of life.
-        argument: the job, the file's format, and its path.
+        link: is told after each batch that the process is alive.
+        argument: the job, the file's format, and the file's path.
 
     Returns:
         The measures, or a text that says why the file cannot be used.
@@ -140,10 +143,11 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> d
 
     Args:
         recipe: the recipe, whose facts() may name the classes; otherwise they are numbered from 0.
-        seen: labels (n,) and hits (n,), 1.0 where the prediction is right, of each batch of a classifier.
+        seen: for each batch the labels (n,), whole numbers, and the hits (n,), 1.0 where the prediction is right and
+            0.0 elsewhere.
 
     Returns:
-        The accuracies by name; an empty dict without batches.
+        The accuracies by name; an empty dict if `seen` is empty.
     """
     if not seen:
         return {}
@@ -155,10 +159,10 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> d
 
 
 def pick_samples(test: Split) -> tuple[Tensor, Tensor]:
-    """Return the indices of FEW (2) and of MORE (3) test samples, for two calls that are compared.
+    """Choose FEW (2) and MORE (3) test samples, for two calls of the network that are compared; return their indices.
 
-    If the samples have lengths, the few are the shortest and the more are the longest ones; otherwise they are among
-    the first samples. Indices are repeated if the split has fewer samples.
+    If the samples have lengths, the few are the shortest ones and the more are the longest ones. Otherwise all are
+    among the first three samples of the split. Indices are repeated if the split has fewer samples.
 
     Returns:
         (FEW,) and (MORE,) int64.

@@ -78,20 +78,23 @@ class ExportOutputs(NamedTuple):
 @task(**small_resources())
 @platform_errors(platform)
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
-    """Check the inputs of an export, and choose its dataset.
+    """Check the inputs of an export of a built-in classifier, and return the name of its dataset; a Flyte task.
 
-    Weights in a storage are downloaded; there are none if the same workflow trains them. A local run deletes a damaged
-    copy of the dataset, and cache entries whose files are gone. If options.dataset is "auto", it also downloads and
-    prepares it.
+    Weights in a storage are downloaded. A local run also deletes a damaged copy of the dataset, and cache entries whose
+    files are gone. If neither the options nor metadata of the weights name a dataset, a local run also downloads and
+    prepares mnist.
+
+    Args:
+        model_state: the weights; None if the same workflow trains them.
+        options: the options of the export.
 
     Returns:
-        The dataset's name: options.dataset or, if that is "auto", the dataset that the weights' metadata names. "auto"
-        stands for "mnist" if there are no weights, or none with metadata. If a local run cannot download the dataset
-        for "auto", the name is "digits".
+        options.dataset or, if that is "auto", the dataset in the weights' metadata. Without weights or metadata, "auto"
+        stands for "mnist" or, if a local run cannot download mnist, for "digits".
 
     Raises:
         InputError: A format's library is missing, the weights' file does not exist in a local run, or the weights are
-            those of a recipe's training or of a folder of images.
+            not those of a built-in classifier on a built-in dataset.
     """
     check_formats(options)
     return choose_dataset(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
@@ -102,10 +105,10 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 def check_folder_export(
     model_state: PythonPickledFile | None, images: ImageSettings, options: FolderExport
 ) -> ImageSettings:
-    """Check the inputs of an export of an image folder's classifier, and return `images`; a task.
+    """Check the inputs of an export of an image folder's classifier, and return `images` unchanged; a Flyte task.
 
-    The images themselves are not read here. Their size and channels are compared with those in the weights' metadata.
-    If there are no weights, or no metadata in their file, nothing is compared.
+    The image files are not read here. The size and channels in `images` are compared with those in the weights'
+    metadata. Without weights or metadata, nothing is compared.
 
     Args:
         model_state: the weights; None if the same workflow trains them.
@@ -146,10 +149,10 @@ def export_folder_classifier(
     folder: FlyteDirectory,
     options: FolderExport,
 ) -> ExportOutputs:
-    """Export a classifier of a folder of images in each of options.formats; a task that is never cached.
+    """Export a classifier of a folder of images in each of options.formats, and verify each file; a Flyte task.
 
-    If one format fails, there are no outputs. The network is the one in the weights' metadata. If they have no
-    metadata, or if options.model is not "auto", it is that of the options.
+    The task is never cached. If one format fails, there are no outputs. The network is options.model or, if that is
+    "auto", the one in the weights' metadata; without metadata it is "mnist_cnn".
 
     Args:
         model_state: the weights.
@@ -159,6 +162,12 @@ def export_folder_classifier(
 
     Returns:
         The folder of files, the figures, and the model card as a page.
+
+    Raises:
+        InputError: The weights do not fit the network, their loss is not finite, their measures are not those in
+            options.reported or in their metadata, or a format does not support the network.
+        ReportedError: A file cannot be used, or gives other measures than the weights; or an image is not as it was
+            indexed. On a cluster, these errors are raised as the platform's.
     """
     hp = FolderHyperparameters(model=options.network)
     return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
@@ -187,7 +196,9 @@ def export_recipe(
 ) -> ExportOutputs:
     """Export a recipe's trained network to a file in each of options.formats, and verify each file.
 
-    Call this function within a task of your own. If one format fails, there are no outputs at all.
+    Call this function within a task of your own. It downloads its inputs, prints each file's main measure, and shows
+    the model card as the task's Deck. If one format fails, there are no outputs. On a cluster, the errors below are
+    raised as the platform's.
 
     Args:
         training: the recipe's training.
@@ -207,8 +218,8 @@ def export_recipe(
     Raises:
         InputError: A format's library is missing, the weights' loss is not finite, their measures are not the reported
             ones, or a format does not support the network.
-        ReportedError: A file cannot be used, or gives other measures than the weights, or this pod's code is not what
-            was registered.
+        ReportedError: A file cannot be used, or gives other measures than the weights; this pod's code is not what was
+            registered; or a process that measures has failed, or was silent for options.timeout_seconds (RankError).
     """
     check_formats(options)
     subject = training.subject(settings, data if isinstance(data, StoredData) else downloaded(data), downloaded(init))
@@ -227,8 +238,8 @@ def _export_verified(
 ) -> ExportOutputs:
     """Export the weights to the folder `model` in the folder for this run's outputs, and verify each file.
 
-    The folder `model` appears whole or not at all. A local run prints the paths of `model` and of the report at its
-    end.
+    The folder `model` appears whole or not at all. The page is also shown as the task's Deck. A local run prints the
+    paths of `model` and of the page at its end.
 
     Args:
         subject: the recipe, with its data and options.

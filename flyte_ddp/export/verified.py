@@ -32,7 +32,9 @@ def export(asked: ExportJob) -> Exported:
 
     First the weights are measured on the test split, in float32 on the CPU. If the training's measures are known, those
     of the weights must agree with them. Then each file is opened in a process of its own, and its measures must agree
-    with those of the weights. If something fails, the folder is left incomplete.
+    with those of the weights. Each file's main measure is printed. If something fails, the folder is left incomplete.
+    If MLFLOW_TRACKING_URI is set, the card is also added to the training's run in MLflow; a failure of that is only
+    printed.
 
     The losses of two runtimes in float32 differ by about 1e-6. The default tolerance for files is 1e-4, which also
     allows for one borderline sample in 10,000. The default tolerance for the training's measures is 1e-3, because torch
@@ -47,7 +49,8 @@ def export(asked: ExportJob) -> Exported:
     Raises:
         InputError: The loss is not finite, the training's measures do not agree, a format does not support the network,
             or the folder exists or cannot be written to.
-        ReportedError: A file cannot be used, or gives other measures than the weights.
+        ReportedError: A file cannot be used, or gives other measures than the weights. RankError, which derives from
+            this error, means that a process has failed, or was silent for options.timeout_seconds.
     """
     folder = Path(asked.folder)
     tolerance = asked.options.reported_tolerance
@@ -91,6 +94,7 @@ def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
 
     Raises:
         ReportedError: The file cannot be used, or gives a measure that differs by more than options.tolerance.
+            RankError, which derives from this error, means that the process has failed.
     """
     file = FILES[name]
     tolerance = asked.options.tolerance
