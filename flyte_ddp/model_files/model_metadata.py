@@ -77,7 +77,7 @@ class ModelMetadata:
             path: the file of these weights, for messages.
 
         Raises:
-            InputError: the class cannot be imported, or has other settings by now.
+            InputError: the class cannot be imported, or no longer takes these settings.
         """
         kind = import_class(self.settings_class, Settings, f"{path}: the class of the settings")
         try:
@@ -89,15 +89,17 @@ class ModelMetadata:
 
 
 def import_class(name: str, base: type[Kind], what: str) -> type[Kind]:
-    """Return the class "package.module:Name", after importing its module.
+    """Import the module of a class, and return the class.
 
     Args:
-        name: the class, in the form above.
-        base: the class that it must be derived from.
+        name: the class as "package.module:Name".
+        base: the class that it must be derived from, or be.
         what: what the message calls the class.
 
     Raises:
-        InputError: the class cannot be imported, or is not derived from base.
+        InputError: there is no such module or class, or the class is not derived from base.
+        Exception: whatever the module raises while it is imported, except an ImportError, AttributeError or ValueError,
+            which become an InputError.
     """
     try:
         kind = pkgutil.resolve_name(name)
@@ -112,10 +114,10 @@ def import_class(name: str, base: type[Kind], what: str) -> type[Kind]:
 
 
 def read_metadata(weights: str | Path) -> ModelMetadata | None:
-    """Return the metadata of a weights file, of torch.save or safetensors.
+    """Return the metadata in a file of weights, in the format of torch.save or safetensors; None if there are none.
 
-    Returns None if the file has no metadata of this version's format, is damaged, or is not there. Loading the weights
-    will report a damaged file.
+    It is also None if the metadata are of another format than this version's, and if the file is damaged or not there.
+    Nothing is raised: who loads the weights will meet the error.
     """
     try:
         text = _header(weights) if is_safetensors(weights) else _entry(weights)
@@ -145,9 +147,14 @@ def plain_remedy(weights: str | Path) -> str:
 
 
 def read_required_metadata(weights: str | Path, remedy: str) -> ModelMetadata:
-    """Return the metadata of a weights file. Raises InputError if it has none, is no file of weights, or is not there.
+    """Return the metadata in a file of weights, in the format of torch.save or safetensors.
 
-    `remedy` is what the message tells users of a recipe to do if the file has no metadata.
+    Args:
+        weights: the file.
+        remedy: what the message tells users of a recipe to do if the file has no metadata.
+
+    Raises:
+        InputError: the file has no metadata of this version's format, is no file of weights, or is not there.
     """
     check_is_file(weights)
     metadata = read_metadata(weights)

@@ -15,10 +15,11 @@ REMEDY = "write it anew with save_pretrained"
 
 
 def check_pretrained(folder: Path) -> None:
-    """Raise InputError unless a folder has a pretrained model: configuration, safetensors files and their index.
+    """Raise InputError unless a folder has a whole pretrained model: configuration, safetensors files and their index.
 
     The headers and lengths of the safetensors files are read, to notice a file that was cut off, but not the weights. A
-    file of a numbered series needs an index, and every weight in an index must be in its file.
+    file of a numbered series needs an index, and every weight in an index must be in its file. Raises OSError if a file
+    cannot be read.
     """
     configs = [folder / name for name in CONFIGS if (folder / name).is_file()]
     if not configs:
@@ -50,6 +51,7 @@ def _names_in(file: Path) -> list[str]:
 
     Raises:
         InputError: The header is damaged, or the file is longer or shorter than its header says.
+        OSError: The file cannot be read.
     """
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

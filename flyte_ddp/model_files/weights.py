@@ -21,18 +21,20 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def load_weights(model: Network, path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> Network:
-    """Load the weights of a file into a network, and return the network.
+    """Load the weights of a file into a network, and return the same network.
 
-    Tied weights may be in the file under one name. Frozen weights that the file leaves out are the network's own.
+    Tied weights may be in the file under one name. If the training left out frozen weights, because model() provides
+    them, they must be in the network already, with the values that they had in the training.
 
     Args:
-        model: the network, which is changed.
+        model: the network, which is changed. Its mode, device and dtypes stay as they are.
         path: a file of weights, of torch.save or safetensors.
         called: what messages call the file.
         remedy: what messages tell the user to do.
 
     Raises:
-        InputError: the file cannot be read, or its weights do not fit the network.
+        InputError: the file cannot be read, its weights do not fit the network, or the network's frozen weights are not
+            those of the training.
     """
     own = model.state_dict()
     weights = add_frozen_weights(with_tied(read_weights(path, called, remedy), own), model, path, called)
@@ -44,7 +46,7 @@ def load_weights(model: Network, path: str | Path, called: str = "model_state", 
 
 
 def read_weights(path: str | Path, called: str = "model_state", remedy: str = REMEDY) -> dict[str, Tensor]:
-    """Read the state dict of a model_state or safetensors file to the CPU. Nothing in the file is executed.
+    """Read the state dict in a file of weights to the CPU. Nothing in the file is executed.
 
     Args:
         path: the file, of torch.save or safetensors.
@@ -83,7 +85,7 @@ def is_cut_short(path: str | Path) -> bool:
 
 
 def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
-    """Map each name to the first name of the same tensor. Only names of tied weights are mapped to another name.
+    """Map each name to the first of the names that have the same tensor, which for weights that are not tied is itself.
 
     Two names have the same tensor if device, address, dtype, shape and stride are equal. Empty tensors are never tied.
     """
@@ -103,10 +105,10 @@ def copy_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None
 
     Args:
         weights: the weights by name.
-        room: a dict to reuse between calls, empty at first. A tensor in this dict is overwritten if its shape and dtype
-            fit, and replaced otherwise. The returned copies are the tensors in this dict, so the next call overwrites
-            them. Copies of weights on a GPU are page-locked, which makes copying about ten times as fast. With None,
-            all copies are new and in ordinary memory.
+        room: memory for the copies, as a dict of tensors by name, which is changed: pass an empty dict at first, and
+            the same dict in later calls. The returned copies are its tensors, so the next call overwrites them, or
+            replaces those whose shape or dtype does not fit. Copies of weights on a GPU are page-locked, which makes
+            copying about ten times as fast. With None, all copies are new and in ordinary memory.
     """
     firsts = first_names(weights)
     is_kept = room is not None
@@ -144,6 +146,9 @@ def add_frozen_weights(
         model: the network, with the frozen weights that the user's model() gives it.
         path: the file, whose metadata are read.
         called: what the message calls the file.
+
+    Returns:
+        The weights by name: `weights` itself, or a new dict with the network's frozen tensors added.
 
     Raises:
         InputError: the network's frozen weights differ from those of the training.
@@ -193,10 +198,10 @@ def _read_safetensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def save(content: Any, file: IO[bytes], checksums: bool = True) -> None:
-    """Save the content by torch.save. Raises OSError if the file cannot be written, which torch would wrap.
+    """Save the content by torch.save. Raises OSError, not torch's RuntimeError, if the file cannot be written.
 
     Args:
-        content: what to save.
+        content: what to save, which may be anything that torch.save takes.
         file: a file open for writing.
         checksums: whether to write torch's own checksums, which take half of the time.
     """
