@@ -157,9 +157,9 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
         return len(self.labels)
 
     def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Decode the images (n, C, H, W) uint8, and return them with their labels (n,) int64.
+        """Read and decode the images at these indices, and return (n, C, H, W) uint8, and their labels (n,) int64.
 
-        Raises DataError naming a file that cannot be decoded.
+        Raises DataError, which names the file, if one cannot be decoded.
         """
         images = np.empty((len(indices), *self.files.shape), np.uint8)
         for image, index in zip(images, indices, strict=True):
@@ -168,9 +168,12 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
 
 
 def shift(images: Tensor, offsets: Tensor, reach: int) -> Tensor:
-    """Shift each image (n, C, H, W) by its own offset of at most reach pixels, and pad with zeros.
+    """Shift each image by an offset of its own, pad with zeros, and return the images as a new tensor.
 
-    The offsets are (n, 2): pixels down and right.
+    Args:
+        images: (n, C, H, W), of any dtype, which the result has, too.
+        offsets: (n, 2) whole numbers from -reach to reach: by how many pixels down, and right.
+        reach: the largest offset in pixels.
     """
     n, _, height, width = images.shape
     padded = F.pad(images, (reach, reach, reach, reach))

@@ -149,8 +149,8 @@ def load_model(
 
     Args:
         path: the file.
-        name: a built-in network to build, without importing a recipe; by default the one in the file's metadata, or
-            MNIST's without metadata.
+        name: a built-in network, a key of MODELS, to build without importing a recipe. By default it is the one in the
+            file's metadata, or MNIST's without metadata.
         image_shape: (C, H, W) of a built-in network; by default that in the metadata, or MNIST's.
         classes: the number of classes of a built-in network; by default that in the metadata, or ten.
         data_path: the training's data, if the model() of a user's recipe needs them.
@@ -158,7 +158,9 @@ def load_model(
 
     Raises:
         InputError: the file is missing, damaged or doesn't fit the network, or its recipe cannot be imported or lacks
-            its data.
+            its data or init.
+        KeyError: there is no built-in network of this name.
+        Exception: whatever the user's recipe raises, if data_path is given or the training had no data.
     """
     check_is_file(path)
     metadata = read_metadata(path)
