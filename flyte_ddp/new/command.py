@@ -34,8 +34,8 @@ from flyte_ddp.whole_files import absolute, temporary_beside, writing_to
 def new(name: Path, library: str, flyte2: bool) -> None:
     """Create a project in a new folder.
 
-    NAME is the folder, and its last part the name of the Python package in it. The project has a recipe, its settings,
-    a workflow, a test, a Makefile and a Dockerfile, and trains without changes.
+    NAME is the folder, which must not exist, and its last part the name of the Python package in it. The project has a
+    recipe, its settings, a workflow, a test, a Makefile and a Dockerfile, and trains without changes.
     """
     requirement = check_requirement(library) if library else installed_from()
     if flyte2:
@@ -53,10 +53,10 @@ TEMPLATE_NAME = "my_project"
 
 
 def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
-    """Write the whole project, or nothing if that fails.
+    """Write a new project from the template into a new folder. If that fails, there is no folder.
 
     Args:
-        folder: the new folder, whose name is the package's.
+        folder: the new folder, whose name becomes that of the project's package.
         library: the requirement for this library in the project's pyproject.toml.
         flyte2: whether the project is for Flyte 2.
 
@@ -79,7 +79,9 @@ def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
 
 
 def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path, str]]:
-    """Yield the path, relative to the project, and the text of each file of a new project.
+    """Yield the path and the text of each file of a new project; nothing is written.
+
+    The paths are relative to the project's folder.
 
     Args:
         name: the package's name, which replaces the template's in paths and texts.
@@ -143,9 +145,10 @@ def with_extra(requirement: str, extra: str) -> str:
 
 
 def installed_from() -> str:
-    """Return the requirement for the library that runs here: its checkout, or what pip installed it from (PEP 610).
+    """Return the requirement by which pip installs the library that runs here.
 
-    Raises InputError if it is neither in a checkout nor installed by pip.
+    It names the checkout that the library runs from, or what pip installed it from (PEP 610), or else its version.
+    Raises InputError if the library is neither in a checkout nor installed by pip.
     """
     source = Path(flyte_ddp.__path__[0]).absolute().parent
     project = source / "pyproject.toml"
