@@ -25,9 +25,9 @@ class Call(Enum):
 def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
     """Check that all ranks do the same thing now; a collective.
 
-    Ranks that differ would otherwise hang, or gloo would abort the process. Nothing is checked with a single rank.
-    Under NCCL nothing is checked within a step (BACKWARD and STEP_END), because the host would have to wait for the
-    device, nor at the END, at which another rank may be within a step.
+    Ranks that differ would otherwise hang, or gloo would abort the process. With a single rank nothing is checked.
+    Under NCCL the calls BACKWARD, STEP_END and END are not checked: in a step the host would have to wait for the
+    device, and at the END another rank may be in a step.
 
     While another rank is in an evaluation (BATCH), a rank with any other call waits here until that rank has left it.
 
@@ -68,13 +68,15 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
 
 
 def names_on_all_ranks(call: str, of_ranks: Sequence[Collection[str]], may_lack: bool = False) -> list[str]:
-    """Return the names of measures in rank 0's order, because values are summed by position.
+    """Check that all ranks have measures of the same names, and return the names in rank 0's order.
+
+    Values are summed over the ranks by position, so each rank needs the same order. Nothing is exchanged here.
 
     Args:
         call: the method that the user has given the measures to, such as "loop.log", for the message.
         of_ranks: the names of each rank, gathered from all ranks.
-        may_lack: whether a rank other than 0 may have no names, as one without samples has none. All ranks must pass
-            the same.
+        may_lack: whether a rank other than 0 may have no names at all, as a rank without samples has none. All ranks
+            must pass the same.
 
     Raises:
         InputError: A rank has other names than rank 0. All ranks raise it.

@@ -59,7 +59,13 @@ class KeptParts(dict[str, Any]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has of the parts; the tensors are the training's own.
+        """Return what a checkpoint has of the parts; the tensors are the training's own, so the next step changes them.
+
+        Call pending.wait() before: it decides which gradients are in the result.
+
+        Returns:
+            "parts": the state dict of each part. "arrangement": what arrangement() returns. "gradients": the gradients
+            that no optimizer has stepped by.
 
         Raises:
             InputError: A part of the user's own has state of a type that could not be read again.
@@ -78,8 +84,8 @@ class KeptParts(dict[str, Any]):
     def load_state_dict(self, saved: Mapping[str, Any], is_within_epoch: bool) -> None:
         """Restore the parts from what state_dict() has returned, and copy its tensors.
 
-        Within an epoch, the user's code runs again before the next step. So gradients, and parameter groups that this
-        code adds later, are left to put_back().
+        Before a resume within an epoch takes its first step, the user's code before the steps runs again. So gradients,
+        and parameter groups that this code has yet to add, are left to put_back().
 
         Args:
             saved: the state.
@@ -204,11 +210,11 @@ def without_later_groups(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Leave the parameter groups that optimizers do not have yet out of a checkpoint's states and arrangement.
 
-    In a resume within an epoch, the user's code may still have to call add_param_group. The loop therefore loads what
-    this function returns, and the whole states after that code has run.
+    In a resume within an epoch, the user's code may still have to call add_param_group. The loop therefore first loads
+    what this function returns. It loads the whole states after that code has run.
 
-    An optimizer's state stays whole if its class overrides load_state_dict, or if its groups now are not the first ones
-    of the checkpoint.
+    An optimizer's state stays whole if its class overrides load_state_dict, or if the groups that it has now are not
+    the first groups in the checkpoint.
 
     Args:
         parts: the parts now, by name.

@@ -149,9 +149,10 @@ class Loop:
         return TrainSteps(self._split(data, "train"), self.settings, self._environment, self._state)
 
     def evaluation(self, data: Any) -> Evaluation:
-        """Return this rank's part of the data, in batches of settings.test_batch_size samples of all ranks together.
+        """Return an iterable of this rank's part of each batch of the data; a collective, and so is iterating over it.
 
-        Each sample comes once, whatever the number of ranks. With virtual ranks each part of a batch comes by itself.
+        A batch has settings.test_batch_size samples of all ranks together. Each sample comes once, whatever the number
+        of ranks. With virtual ranks each part of a batch comes by itself.
         """
         split = self._split(data, "test")
         return Evaluation(split, self.settings, self._environment, self._link, self._state)
@@ -214,6 +215,9 @@ class Loop:
 
         Either way, what loop.evaluated is given after the last epoch counts as the test split's measures.
 
+        If loop.keep has restored a checkpoint, the first epoch is the one with which the checkpoint goes on; otherwise
+        it is 0. With settings.patience, the epochs may end early.
+
         Args:
             headline: the name of the measure that the training is judged by.
             percent: the names of measures from 0 to 1 that are shown in per cent.
@@ -222,6 +226,8 @@ class Loop:
         Raises:
             InputError: A setting or option needs `best`, `best` is another word, loop.batches or loop.keep has not been
                 called, or an epoch has no evaluation with the headline.
+            RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
+            NonFiniteError: A measure of a step was not finite.
             StopRequested: A rank was asked to stop; a checkpoint was written.
         """
         if best not in ("", HIGHEST, LOWEST):
@@ -267,7 +273,9 @@ class Loop:
 
         Raises:
             InputError: With virtual ranks, loop.wrap has not been called, loss_of returns no loss or changes a weight,
-                other weights require a gradient than at loop.wrap, or ranks do different things.
+                other weights require a gradient than at loop.wrap, or ranks do different things. Or, in an audited
+                step, gradients of the same samples have other bits each time that a rank computes them.
+            WrongBitsError: In an audited step, ranks compute other bits from the same samples.
         """
         state = self._state
         state.backward_calls += 1
@@ -290,8 +298,9 @@ class Loop:
         A log line has each measure's mean over all ranks, which count equally, and over the steps since the last line.
         The measure "tokens" is the number of tokens in this rank's batch, from which tokens per second follow.
 
-        The ranks exchange the values at the end of the step. A second call in a step replaces the first. The host waits
-        for a GPU only if a tensor on the CPU is logged.
+        The ranks exchange the values at the end of the step. If one is not finite, the end of this step or a later one
+        raises NonFiniteError, before a checkpoint is written. A second call in a step replaces the first. The host
+        waits for a GPU only if a tensor on the CPU is logged.
 
         Args:
             **measures: the values by name, of this rank's samples. The mean of a tensor is taken. "loss" must be among
@@ -319,8 +328,8 @@ class Loop:
                 weights, such as (correct, samples). Tensors are summed.
 
         Raises:
-            InputError: No loop over loop.evaluation is running, or a measure is a single number: a mean would count as
-                one sample, however many it is of.
+            InputError: No loop over loop.evaluation is running. Or a measure is a single number, which might be a mean:
+                it would count as one sample, although it is the mean of many.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
         if state.part is None:
@@ -342,8 +351,8 @@ class Loop:
         loop.measured has summed since the last call, and those that are given here. After the last epoch, the call
         records the measures of the test split.
 
-        A measure is the sum of all ranks' values, divided by the sum of all ranks' weights. If all ranks give the same,
-        the measure has the bits of one rank's own, on any number of ranks.
+        A measure is the sum of all ranks' values, divided by the sum of all ranks' weights. If all ranks give this call
+        the same value and weight, the measure is exactly that value divided by that weight, on any number of ranks.
 
         Args:
             **measures: further measures by name. Each is a number or tensor, whose values have the weight 1, or a pair

@@ -45,18 +45,18 @@ class Optimizers:
             if weight.grad is not None:
                 self._stepped_by[weight.grad] = version(weight.grad)
 
-    def pending(self, idle_alone: bool = False) -> dict[int, Tensor]:
+    def pending(self, of_idle_only: bool = False) -> dict[int, Tensor]:
         """Return the gradients that no optimizer has stepped by yet, or that have changed since the optimizer's step.
 
         Args:
-            idle_alone: whether to leave out all weights of the optimizers that have stepped in this training step. What
-                such a weight's gradient has gained after that step is usually set to zero. An example is a GAN, where
-                one network's loss also reaches the weights of the other.
+            of_idle_only: whether to return only gradients of optimizers that have not stepped in this training step.
+                After its optimizer has stepped, a weight may get a gradient that is set to zero before the next step:
+                in a GAN, one network's loss also reaches the weights of the other.
 
         Returns:
             The gradients, detached but not copied, by the position of their weight in weights().
         """
-        left_out = {id(weight) for weight in list_weights(self._stepped if idle_alone else [])}
+        left_out = {id(weight) for weight in list_weights(self._stepped if of_idle_only else [])}
         gradients = {number: weight.grad for number, weight in enumerate(self.weights()) if id(weight) not in left_out}
         return {
             number: gradient.detach()
@@ -112,12 +112,13 @@ class PendingGradients:
         The method sets of_weights to the gradients to store, and has_given_up.
 
         Returns:
-            False if the gradients of a comparison are the same; of_weights has these. True if both comparisons found a
-            difference; of_weights is empty. After MOST_WAITED times True in a row, a further difference gives False,
-            too, because these gradients may never be used: of_weights is empty, and has_given_up is True.
+            False if one of the two comparisons found no difference; of_weights then has the gradients of that
+            comparison. True if both found a difference; of_weights is then empty. After MOST_WAITED times True in a
+            row, a further difference gives False, too, because these gradients may never be used: of_weights is empty,
+            and has_given_up is True.
         """
-        for idle_alone in (False, True):
-            self.of_weights = self._optimizers.pending(idle_alone)
+        for of_idle_only in (False, True):
+            self.of_weights = self._optimizers.pending(of_idle_only)
             if not differ_between_ranks(self.of_weights.values(), self._device):
                 self._waited, self.has_given_up = 0, False
                 return False

@@ -102,7 +102,7 @@ class ExactGradients:
 
         Each part begins with the same buffers. Afterwards all ranks have the buffers that part 0 has left. The parts
         are computed once, or twice if the numbers do not fit the units in which gradients are summed, as in the first
-        step.
+        step. In an audited step one part is computed more often. If a gradient is not finite, all gradients become NaN.
 
         Args:
             parts: this rank's parts.
@@ -114,7 +114,10 @@ class ExactGradients:
             The mean of the losses of all parts of all ranks, () float32, without a graph.
 
         Raises:
-            InputError: Other weights require a gradient than when the network was wrapped.
+            InputError: Other weights require a gradient than when the network was wrapped. loss_of changes a weight, or
+                returns no loss. An operation has no deterministic version. Or, in an audited step, gradients have other
+                bits each time that a rank computes them.
+            WrongBitsError: In an audited step, ranks compute other bits from the same samples.
         """
         if [weight.requires_grad for weight in self._weights] != self._is_trained:
             raise InputError(
@@ -203,8 +206,8 @@ class _LossStep(Step):
             below it its weight, 1.
 
         Raises:
-            InputError: loss_of changes a weight, or returns anything but a tensor without dimensions that depends on
-                the network.
+            InputError: loss_of changes a weight of the wrapped network, or a weight or buffer that watch() was given.
+                Or it returns anything but a tensor without dimensions that depends on the network.
         """
         before = self._versions()
         loss = self.loss_of(batch.tree)
@@ -225,7 +228,7 @@ class _LossStep(Step):
         return loss, measured.view(2, 1)
 
     def _versions(self) -> list[tuple[int, ...]]:
-        """Return some numbers of each watched tensor. One differs once the tensor is changed, moved or replaced."""
+        """Return, for each watched tensor, numbers that differ once the tensor is changed, moved or replaced."""
         tensors = [getattr(module, name) for _, module, name in self._places]
         return [(id(tensor), version(tensor), tensor.data_ptr()) for tensor in tensors]
 

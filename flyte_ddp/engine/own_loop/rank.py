@@ -49,8 +49,8 @@ def run(
     """Call the user's training function on this rank, and return the result of the training; a collective.
 
     The process group must exist already. Rank 0 writes the weights to job.model_path. While the function runs, hooks of
-    torch check each optimizer's steps. Errors of the function itself are raised unchanged; an InputError begins with
-    the line of the user's code that has led to it.
+    torch check the steps of each optimizer of this process. Errors of the function itself are raised unchanged. The
+    message of an InputError gets the line of the user's code that has led to it in front.
 
     Args:
         function: the user's function, which is given the Loop.
@@ -65,9 +65,11 @@ def run(
     Raises:
         InputError: A setting or option is wrong, or has no effect here and is not its default. Or the function does not
             take one argument, does not train in loop.epochs, gives a method of Loop something without its name, or
-            creates or destroys the process group. Or the weights cannot be written.
+            creates or destroys the process group. Or rank 0 cannot write the weights.
         StopRequested: A rank was asked to stop; a checkpoint was written.
         NonFiniteError: A loss is not finite.
+        WrongBitsError: With virtual ranks, an audit has found ranks that compute other bits from the same samples.
+        RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
     """
     for kind, given in ((TrainingSettings, job.settings), (RunOptions, job.options)):
         for name in UNUSED[kind]:
@@ -118,9 +120,10 @@ def run(
 def finish(state: LoopState, environment: Environment, link: Link, job: Job) -> TrainingResult:
     """Write the weights and return the result, once the user's function has returned; a collective.
 
-    Rank 0 writes the weights to job.model_path. If the function has left the loop over the epochs early, the epoch
-    under way is ended if it was evaluated; if not, its last step is ended. The best epoch's weights are then loaded, if
-    one is chosen. A checkpoint that has waited is written.
+    If the function has left the loop over the epochs early, the epoch under way is ended if it was evaluated. If it was
+    not, its last step is ended, and a warning says that the returned weights are unmeasured. A checkpoint that has
+    waited is written. With loop.epochs(best=...), the best epoch's weights are loaded. EpochChosen is emitted then, and
+    after an evaluation of the test split. At last rank 0 writes the weights to job.model_path.
 
     Returns:
         The result as this rank knows it. Its test measures are those of an evaluation after the last epoch, or else of

@@ -245,8 +245,9 @@ class LoopState(Training):
     def end_step(self, is_left: bool = False) -> None:
         """End a step: sum its logged measures over all ranks, log, and obey requests to save or stop; a collective.
 
-        The loop calls this when the user's code asks for the next batch or has left the loop. The count of steps grows
-        by 1. After an epoch's last step, the state is kept, so that a stop during the evaluation can save it.
+        The loop calls this when the user's code asks for the next batch or has left the loop. Without virtual ranks,
+        all ranks get rank 0's buffers. The count of steps grows by 1. After an epoch's last step, the state is kept, so
+        that a stop during the evaluation can save it.
 
         Args:
             is_left: whether the user's code has left the loop over the batches at this step. Then requests to save or
@@ -339,8 +340,9 @@ class LoopState(Training):
     def end_epoch(self, is_left: bool = False) -> None:
         """Record the epoch's evaluation, write a checkpoint, and go on to the next epoch; a collective.
 
-        A step that the user's code has left in the middle is ended first. With loop.epochs(best=...), the weights are
-        copied if they are the best so far. If the weights differ between ranks, a warning says so.
+        If the user's code has left the loop over the batches after loop.log, that step is ended first. With
+        loop.epochs(best=...), the weights are copied if they are the best so far. If the weights differ between ranks,
+        a warning says so.
 
         No checkpoint is written, and no stop is obeyed, while gradients that no optimizer has stepped by differ between
         ranks: a later step does both. After the last epoch the checkpoint is written all the same.
@@ -350,7 +352,7 @@ class LoopState(Training):
                 because the training ends anyway.
 
         Raises:
-            InputError: loop.evaluated was not called in this epoch, or without the headline. With
+            InputError: loop.evaluated was not called in this epoch, or it lacks the headline. With
                 loop.epochs(best=...), it was not called after the last step. Or ranks do different things.
             NonFiniteError: A measure of a step was not finite.
             StopRequested: A rank was asked to stop before the last epoch; the checkpoint was written.
@@ -486,9 +488,9 @@ class LoopState(Training):
     def put_back(self) -> None:
         """Restore the parts, their gradients and the evaluation once more, after a resume within an epoch.
 
-        Parts are restored if they are networks, optimizers or schedules. The method is called when the steps of the
-        resumed epoch begin, since the user's code before them has run again. Later calls, and calls without such a
-        resume, do nothing.
+        Only networks, optimizers and schedules are restored. The method is called when the steps of the resumed epoch
+        begin, because the user's code before them has run again. It does nothing after its first call, or without such
+        a resume.
 
         Raises:
             InputError: The state does not fit what loop.keep was given.

@@ -46,10 +46,13 @@ class Unsaved:
             *_: torch's further arguments, which are ignored.
 
         Raises:
-            InputError: loop.keep was not given a schedule of this optimizer, or a network with one of its weights. Or
-                the second step has changed a buffer that no state_dict has, or an attribute that the optimizer's
-                state_dict lacks. Or that state_dict lacks the state of another optimizer that this one holds. Or the
-                steps have created a buffer, or changed its shape, so that a resume could not load it.
+            InputError: A resume would lose something:
+
+                - loop.keep was not given a schedule of this optimizer, or nothing with one of its weights.
+                - The second step has changed a buffer that no state_dict has, or an attribute of the optimizer that its
+                  state_dict lacks.
+                - The optimizer's state_dict lacks the state of another optimizer that it holds.
+                - The steps have created a buffer, or changed its shape, so that a resume could not load it.
         """
         if optimizer in self._checked:
             return
@@ -65,10 +68,10 @@ class Unsaved:
         self._check_shapes()
 
     def _check_shapes(self) -> None:
-        """Raise InputError if a network has buffers that the network which loop.keep was given could not load.
+        """Raise InputError if a network has got buffers since loop.keep that a resume could not load.
 
-        Buffers that are new, or have another shape, are tried in a copy of the network. Some layers can load those,
-        such as torch's observers of quantization.
+        These are new buffers, and buffers with another shape than at loop.keep. They are tried in a copy of the
+        network, because some layers can load them, such as torch's observers of quantization.
         """
         for part, now in self._parts.shapes().items():
             network = self._parts[part]
