@@ -110,10 +110,19 @@ def list_files(folder: FlyteDirectory) -> dict[str, str]:
 
 
 def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tuple[str, str]]:
-    """Return each name with the path of its file on this machine, after downloading the files that are elsewhere.
+    """Return each name with the path of its file on this machine, in the order of the names.
 
-    The names are relative to the folder. The existing folder `into` gets the copies, named 0, 1, … with the suffixes of
-    the files. It stays empty if the files are on this machine.
+    If the folder is in a storage, the files are downloaded first. Files on this machine stay where they are, and may be
+    missing.
+
+    Args:
+        folder: the folder.
+        names: the files' names below the folder.
+        into: an existing folder for the copies, which are named 0, 1, … with the suffixes of the files.
+
+    Raises:
+        FileNotFoundError: The storage lacks a file.
+        Exception: The storage fails in another way. Each storage has errors of its own.
     """
     source = get_url(folder)
     if not FileAccessProvider.is_remote(source):
@@ -130,7 +139,13 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
 def hash_folder(folder: FlyteDirectory) -> str:
     """Return a digest that changes when a file of the folder is added, removed or written to.
 
-    It is made of names, sizes, times and other metadata; no file is read.
+    It is made of names, sizes, times and other metadata; no file is read. A folder that is not there has the digest of
+    an empty one.
+
+    Raises:
+        InputError: `folder` is a file.
+        DataError: The folder may not be read.
+        DownloadError: The storage fails.
     """
     return platform_storage.folder_digest(platform, get_url(folder))
 
@@ -138,7 +153,7 @@ def hash_folder(folder: FlyteDirectory) -> str:
 def hash_file(file: FlyteFile) -> str:
     """Return a digest of a file's size, times and other metadata, which changes when the file is written to.
 
-    The content is not read.
+    The content is not read. Raises FileNotFoundError, and the storage's own errors.
     """
     files, path = platform_storage.files_at(platform, get_url(file))
     return hashlib.sha256(str(files.info(path)).encode()).hexdigest()

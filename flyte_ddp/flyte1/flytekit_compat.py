@@ -56,9 +56,10 @@ def local_cache() -> MutableMapping[str, bytes]:
 
 
 def on_cache_hit(callback: Callable[[Mapping[str, Literal]], None]) -> None:
-    """Patch flytekit to call `callback` when a local run takes a task's outputs from its cache.
+    """Patch flytekit to call `callback` whenever a local run takes a task's outputs from its cache.
 
-    flytekit has no hook for that. A second call of this function replaces the first one's callback.
+    The patch lasts as long as the process, because flytekit has no hook for that. A second call of this function
+    replaces the first one's callback.
 
     Args:
         callback: gets the task's outputs by name.

@@ -58,7 +58,8 @@ def find_images(folder: str, backend: str = "auto", nproc: int = 0, batch_size: 
         batch_size: the batch size, for the check.
 
     Raises:
-        InputError: There are no images, a cluster cannot read the folder, or this machine cannot run the training.
+        InputError: A folder on this machine has no images; a cluster was given a path; or this machine cannot run the
+            training. A folder in a storage may be empty: index_images() refuses it.
     """
     if is_local():
         choose_world(backend, nproc, batch_size)
@@ -82,6 +83,8 @@ def find_images(folder: str, backend: str = "auto", nproc: int = 0, batch_size: 
 @platform_errors(platform)
 def index_images(folder: FlyteDirectory, stamp: str, images: ImageSettings) -> PreparedDataset:
     """Read every image once, and return a folder with an index of the images: names, labels and digest, but no pixels.
+
+    It is a Flyte task, which is cached. Unreadable images are left out, and their number is printed.
 
     Args:
         folder: the images, which are downloaded if they are in a storage.

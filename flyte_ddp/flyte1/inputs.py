@@ -64,8 +64,14 @@ def classifier_metadata(model_state: PythonPickledFile | None) -> ModelMetadata 
 def merge_settings(known: ModelMetadata | None, asked: Hyperparameters) -> Hyperparameters:
     """Combine the settings that the weights were trained with and those that the user asks for.
 
-    A setting of `asked` counts if it differs from its default. All others are those of the weights' training; without
-    their metadata, `asked` is returned as it is.
+    A setting of `asked` counts if it differs from its default. All others are those of the weights' training.
+
+    Args:
+        known: the weights' metadata. If it is None, `asked` is returned unchanged.
+        asked: the settings that the user asks for.
+
+    Raises:
+        InputError: This version does not know the settings in the metadata, or the combination breaks a rule.
     """
     if known is None:
         return asked

@@ -73,6 +73,9 @@ def multinode(arguments: dict[str, Any]) -> dict[str, Any]:
     Args:
         arguments: the arguments for one node, from training_arguments, with "environment" among them. They are not
             changed.
+
+    Raises:
+        InputError: A DDP_ environment variable, such as DDP_NNODES, is invalid.
     """
     asked = registration()
     rendezvous = dict.fromkeys(("timeout", "join_timeout", "read_timeout"), asked.join_minutes * 60)

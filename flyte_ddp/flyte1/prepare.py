@@ -45,10 +45,11 @@ PreparedDataset = Annotated[FlyteDirectory, HashMethod(dataset_digest)]
 )
 @platform_errors(platform)
 def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist") -> str:
-    """Check that the training is possible, and return the name of the dataset to train on; a task.
+    """Check that the training is possible, and return the name of the dataset to train on; a Flyte task.
 
-    On a cluster, the result is cached, and nothing is downloaded here. A local run is never cached, because it checks
-    this machine. It deletes a damaged prepared dataset, and drops cache entries whose files are gone.
+    On a cluster, the result is cached, and nothing is downloaded here. A local run never takes the result from a cache,
+    because it checks this machine. It also deletes the prepared dataset of that name if that is damaged, and drops
+    entries of the local cache whose files are gone.
 
     Args:
         hp: the settings of the training.
@@ -76,8 +77,8 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
     """Return the name of the dataset to train on, on many nodes: hp.dataset, or `auto` if that is "auto".
 
-    Raises InputError if this is a local run, or batch_size or virtual_ranks does not suit the largest registered number
-    of ranks.
+    It is a Flyte task, which is cached. Raises InputError if this is a local run, or if batch_size or virtual_ranks
+    does not suit the largest registered number of ranks.
     """
     datasets.check_nodes(platform, hp)
     return resolve_name(hp.dataset, auto)

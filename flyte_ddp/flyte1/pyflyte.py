@@ -87,7 +87,10 @@ TRAIN_AGAIN = "To train again, put --overwrite-cache before the file: pyflyte ru
 def print_cached(outputs: Mapping[str, Literal]) -> None:
     """Print that a training was taken from the local cache, with its measures, its files and how to train again.
 
-    For outputs that are not those of a training here, nothing is printed.
+    Nothing is printed for the outputs of other tasks, and for files that are not on this machine.
+
+    Args:
+        outputs: the outputs of a task, by name.
     """
     if not outputs.keys() >= {"model_state", "summary", "report"}:
         return

@@ -71,6 +71,9 @@ class NamedTraining(FlytekitTraining[Outputs]):
                 is the registered one. environment=, secret_requests=, labels= and annotations= are added to the
                 registered ones. All others, such as retries=, replace them. most_gpus=1 is not of @task: it limits a
                 task that predicts to one GPU.
+
+        Raises:
+            InputError: as training_arguments() does.
         """
         return training_arguments(self.version, f"{self.code.name} ", ignored_inputs, **own)
 

@@ -26,9 +26,9 @@ IMAGE = "{{.image.trainer}}"  # flyte.config, or --image trainer=NAME, names the
 
 
 def sizes(size: Size) -> dict[str, Any]:
-    """Return a size as keyword arguments of @task or with_overrides: requests and limits.
+    """Return a size as keyword arguments of @task or with_overrides: "requests" and "limits".
 
-    Both are flytekit Resources with CPUs, memory, disk and GPUs (None without GPUs).
+    Both are flytekit's Resources with CPUs, memory, disk and GPUs; gpu is None for a size without GPUs.
     """
     requests, limits = (
         Resources(
@@ -43,7 +43,7 @@ def sizes(size: Size) -> dict[str, Any]:
 
 
 def training_sizes(gpus: int) -> dict[str, Any]:
-    """Return the size of a training pod with this many GPUs, as arguments of @task or with_overrides."""
+    """Return a training pod's "requests", "limits" and, with GPUs, "shared_memory", for @task or with_overrides."""
     needed = sizes(requested.training_size(gpus))
     return {**needed, "shared_memory": True} if gpus else needed
 
@@ -54,6 +54,7 @@ def resize(task: PythonAutoContainerTask, gpus: int, resume_from: str = "") -> d
     Call this function in a @dynamic, once for each task. It also writes the number to the task's environment, which
     tells the pod how many GPUs to expect, because with_overrides cannot set variables. If DDP_AVOID_HOURS is
     registered, the task's pod template is changed, too: the pod then keeps away from nodes whose hardware has failed.
+    For that the storage is read; if it fails, a warning is printed, and the pod keeps away from none.
 
     Args:
         task: the training task, which is changed.
@@ -62,10 +63,10 @@ def resize(task: PythonAutoContainerTask, gpus: int, resume_from: str = "") -> d
             the pod keeps away from none.
 
     Returns:
-        "requests" and "limits".
+        "requests", "limits" and, with GPUs, "shared_memory".
 
     Raises:
-        InputError: gpus is negative, or more than a pod can have.
+        InputError: gpus is negative or above MOST_GPUS (64).
     """
     if not 0 <= gpus <= MOST_GPUS:
         raise InputError(f"gpus must be at least 0 and at most {MOST_GPUS}, got {gpus}")
@@ -100,8 +101,11 @@ def training_resources(
         annotations: annotations to add. An annotation replaces the registered one of the same name.
         own: other arguments of @task. They replace the computed ones.
 
+    Returns:
+        The arguments, with "requests", "limits", "environment" and more, but without cache and retries.
+
     Raises:
-        InputError: a registered secret is not named GROUP/KEY.
+        InputError: a DDP_ environment variable is invalid, or a registered secret is not named GROUP/KEY.
     """
     asked = registration()
     secrets = requested.training_secrets(own=[secret.env_var for secret in secret_requests])
@@ -183,7 +187,7 @@ def preparation_resources() -> dict[str, Any]:
     """Return the arguments of a @task that prepares a dataset, or otherwise needs torch but no ranks.
 
     The arguments are the container image, registered labels and annotations, requests and limits, a timeout of one
-    hour, and "environment".
+    hour, and "environment". Raises InputError if a DDP_ environment variable is invalid.
     """
     return {
         **_every_pod(),

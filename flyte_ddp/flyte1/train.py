@@ -44,8 +44,8 @@ def training_arguments(
             Any other argument, even cache or retries, replaces the computed one.
 
     Raises:
-        InputError: A registered secret is not named GROUP/KEY, or avoid_hosts is registered, and the pod's template is
-            one in the cluster.
+        InputError: A DDP_ environment variable is invalid; a registered secret is not named GROUP/KEY; or avoid_hosts
+            is registered, although the pod's template is one in the cluster.
     """
     arguments = {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
