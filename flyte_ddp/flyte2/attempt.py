@@ -9,11 +9,11 @@ from flyte_ddp.flyte2 import platform
 
 @contextmanager
 def one_attempt() -> Iterator[None]:
-    """Turn the block's errors into the platform's own errors; a context manager.
+    """Turn the block's errors into those of flyte_ddp.flyte2.platform; a context manager.
 
-    On a cluster, an error with a message of this library becomes an error that ends the attempt, and says whether Flyte
-    retries. Other errors are unchanged. In a local run, every exception becomes a FinalError, which is not retried.
-    (The SDK would otherwise repeat a local run after a pause.)
+    On a cluster, an error of this library with a message for users becomes an AttemptError, after which Flyte retries,
+    or a FinalError, if another attempt would fail alike. Other errors are unchanged. In a local run, every exception
+    becomes a FinalError. (The SDK would otherwise repeat a local run after a pause.)
     """
     try:
         with platform_errors(platform):

@@ -19,7 +19,7 @@ def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path
 
     Args:
         file_or_folder: the input.
-        to: the path of a copy; None leaves a local file where it is.
+        to: the path of a copy, also of a local file or folder; None leaves these where they are.
 
     Raises:
         DownloadError: the download has failed, which is worth another attempt.
@@ -74,8 +74,10 @@ def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
 def by_content(file: File | None) -> File | None:
     """Return the same file with the SHA-256 of its content as its cache key; None for None.
 
-    The file is read where it is, and not copied. Call it for a model_state or checkpoint to start from. An input that
-    is missing, or is a folder, ends the attempt with an error.
+    The file is read where it is, and not copied. Call it for a model_state or checkpoint to start from.
+
+    Raises:
+        FinalError: The file is missing, or is a folder.
     """
     if file is None:
         return None
@@ -84,7 +86,14 @@ def by_content(file: File | None) -> File | None:
 
 
 def folder_by_content(folder: Dir) -> Dir:
-    """Return the same folder, whose key in the caches then changes when a file is added, removed or written to."""
+    """Return the same folder, whose key in the caches then changes when a file is added, removed or written to.
+
+    The key is made of names, sizes and times; no file is read. A folder that is not there has the key of an empty one.
+
+    Raises:
+        FinalError: The folder is a file. In a local run also: the storage fails.
+        AttemptError: On a cluster, the storage fails.
+    """
     with one_attempt(), must_exist(folder):
         return Dir(path=folder.path, hash=folder_digest(platform, folder.path))
 

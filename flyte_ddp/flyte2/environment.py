@@ -43,13 +43,16 @@ def workflow_environment(
 ) -> flyte.TaskEnvironment:
     """Patch Flyte's SDK for this library, and return the environment of a task that computes little.
 
-    Such a task may call others.
+    Such a task may call others. Its pods get the registered settings as variables.
 
     Args:
         name: the environment's name.
         called: the environments of the tasks that the task calls.
         secrets: the variables of the secrets that the task needs, such as WANDB_API_KEY; those without a registered
             secret are left out.
+
+    Raises:
+        InputError: a DDP_ environment variable is invalid, or a registered secret is not named GROUP/KEY.
     """
     set_up_flyte()
     return make_environment(
@@ -60,8 +63,14 @@ def workflow_environment(
 def find_secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte.Secret] | None:
     """Return a task's own secrets, and after them the registered secrets of these variables; None if there are none.
 
-    A secret of the task's own, a key or a flyte.Secret, replaces the registered secret of its variable. Raises
-    InputError if a registered secret is not named GROUP/KEY.
+    Args:
+        variables: the environment variables that get registered secrets, such as WANDB_API_KEY. Those for which no
+            secret is registered are left out.
+        own: the task's own secrets, each a key or a flyte.Secret. One for a variable replaces the registered secret of
+            that variable.
+
+    Raises:
+        InputError: a registered secret is not named GROUP/KEY.
     """
     named = [own] if isinstance(own, (str, flyte.Secret)) else own
     mine = [flyte.Secret(one) if isinstance(one, str) else one for one in named]
@@ -89,6 +98,9 @@ def clustered(rendezvous: Literal["static", "c10d"] = "static") -> dict[str, Any
 
     Returns:
         Keyword arguments of environment().
+
+    Raises:
+        InputError: A DDP_ environment variable, such as DDP_NNODES, is invalid.
     """
     from flyte.clustered import ClusteredTaskEnvironment, ClusterFailurePolicy, TorchRun
 

@@ -21,7 +21,8 @@ def get_python_type(option: click.ParamType) -> Any:
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
     """Patch `flyte run` so that `read` parses the JSON of inputs of this kind and its subclasses.
 
-    The SDK's own reader takes the last of several values for a key, and then drops the keys that it does not know.
+    The patch lasts as long as the process. A second call replaces the first patch. The SDK's own reader would take the
+    last of several values for a key, and drop the keys that it does not know.
 
     Args:
         kind: a class with from_dict, which gets what read returns.

@@ -20,9 +20,9 @@ from flyte_ddp.report.console import show_output
 def set_up_flyte() -> None:
     """Adapt Flyte 2's SDK to this library. A second call does no harm.
 
-    It prints the library's messages, reads settings strictly, explains wrong options and settings, ends an attempt with
-    a clear error for a wrong input, drops local cache entries whose files are gone, and hides log records of failures
-    that `flyte run --local` shows anyway.
+    The SDK then prints the library's messages, reads settings strictly, explains wrong options and settings, ends an
+    attempt with a clear error for a wrong input, and hides log records of failures that `flyte run --local` shows
+    anyway. The call also drops local cache entries whose files are gone.
     """
     show_output()
     read_json_inputs(Settings, read_settings)

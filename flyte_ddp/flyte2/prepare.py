@@ -34,9 +34,8 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
         name is "digits".
 
     Raises:
-        FinalError: In a local run: keep_best or patience is set without a validation split, this machine cannot run the
-            ranks, or there are too many ranks for a batch. A cluster only checks keep_best and patience, and raises the
-            platform's own error.
+        FinalError: keep_best or patience is set without a validation split. In a local run also: this machine cannot
+            run the ranks, or there are too many ranks for a batch.
     """
     with one_attempt():
         datasets.check_ranks(platform, hp, options)
@@ -46,12 +45,13 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
 def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
     """Return the name of the dataset to train on, on many nodes: hp.dataset, or `auto` if that is "auto".
 
-    Two things are refused: a local run, and a batch_size or virtual_ranks that does not suit the largest registered
-    number of ranks. Each is an InputError, which is raised as the platform's own error.
-
     Args:
         hp: the settings of the training, with the dataset's name or "auto".
         auto: the dataset that "auto" stands for.
+
+    Raises:
+        FinalError: This is a local run, or batch_size or virtual_ranks does not suit the largest registered number of
+            ranks.
     """
     with one_attempt():
         datasets.check_nodes(platform, hp)
@@ -65,9 +65,9 @@ def classifier_settings(model_state: File) -> Hyperparameters:
         model_state: the file of weights.
 
     Raises:
-        FinalError: In a local run: the download fails, the file has no metadata, or the weights are not those of a
-            built-in classifier. On a cluster, these are the platform's own errors; Flyte retries only a failed
-            download.
+        FinalError: The file has no metadata, or the weights are not those of a built-in classifier on a built-in
+            dataset. In a local run also: the download fails.
+        AttemptError: On a cluster, the download fails, which Flyte retries.
     """
     with one_attempt():
         path = downloaded(model_state)
@@ -78,7 +78,7 @@ def classifier_settings(model_state: File) -> Hyperparameters:
 
 
 def shard_numbers(shards: int) -> range:
-    """Return the numbers of so many shards, from 0, for a map over a prediction. Raises InputError for less than 1."""
+    """Return the numbers of so many shards, from 0, for a map over a prediction. Raises FinalError for less than 1."""
     with one_attempt():
         if shards < 1:
             raise InputError(f"shards must be at least 1, got {shards}: that many parts are predicted, each on its own")

@@ -28,11 +28,11 @@ from flyte_ddp.report.console import say
 async def on_available_nodes(train: Any, *inputs: Any) -> Any:
     """Run a task of a clustered environment on one of the numbers of nodes in DDP_NNODES, and return its outputs.
 
-    This action asks for the largest number. If these nodes are not there within DDP_QUEUE_MINUTES, it asks for the next
-    smaller number, and for the smallest as long as it takes. If nodes are lost or preempted, or the training fails in
-    another way that may not recur, it asks for the largest number again, and the training continues from the last
-    checkpoint. That happens up to DDP_RETRIES times. The failure after that, or one that would recur, is raised. With a
-    single number, and in a local run, the task is called as usual.
+    The function first asks for the largest number. If these nodes are not there within DDP_QUEUE_MINUTES, it asks for
+    the next smaller number, and waits for the smallest as long as it takes. If nodes are lost or preempted, or the
+    training fails in another way that may not recur, it pauses and asks for the largest number again, and the training
+    continues from the last checkpoint. That happens up to DDP_RETRIES times. With a single number, and in a local run,
+    the task is called as usual.
 
     With DDP_AVOID_HOURS, the pods go to none of the nodes whose hardware has failed in an earlier action. If there is
     not even the smallest number of others within DDP_QUEUE_MINUTES, they may go there again.
@@ -40,6 +40,11 @@ async def on_available_nodes(train: Any, *inputs: Any) -> Any:
     Args:
         train: the task.
         inputs: its inputs.
+
+    Raises:
+        ActionAbortedError: somebody has aborted the training.
+        BaseRuntimeError: a failure that would recur, or the one after DDP_RETRIES others.
+        RecoverableError: the storage, in which an action leaves the place of its checkpoints, cannot be read.
     """
     if platform.is_local() or len(registration().node_sizes) == 1:
         return await train(*inputs)
@@ -48,6 +53,8 @@ async def on_available_nodes(train: Any, *inputs: Any) -> Any:
 
 async def _on_available_nodes(train: Any, inputs: tuple[Any, ...], folder: str) -> Any:
     """Run the task on one of several numbers of nodes, and return its outputs.
+
+    It does and raises what on_available_nodes() says of several numbers.
 
     Args:
         train: the task.

@@ -87,8 +87,8 @@ class Flyte2Training(Training[Data, Outputs]):
                 ones.
 
         Raises:
-            InputError: a registered secret is not named GROUP/KEY; or the pod template is the name of one in the
-                cluster, although labels or annotations are registered.
+            InputError: a DDP_ environment variable is invalid; a registered secret is not named GROUP/KEY; or the pod
+                template is the name of one in the cluster, although labels, annotations or avoid_hosts are registered.
         """
         set_up_flyte()
         asked = registration()
@@ -126,9 +126,9 @@ class Flyte2Training(Training[Data, Outputs]):
                 annotations, and the registered grace if it sets none.
 
         Raises:
-            InputError: Your pod_template sets another grace than the environment, whose variables tell the pod its
-                grace; give the template to environment() instead. Or your pod_template is the name of one in the
-                cluster, although labels or annotations are registered.
+            InputError: Your pod_template has another grace than the registered one, which an environment's variables
+                tell its pods; give the template to environment() instead. Or your pod_template is the name of one in
+                the cluster, although labels, annotations or avoid_hosts are registered.
         """
         if "pod_template" in own:
             template, grace = with_grace(own["pod_template"])
@@ -182,14 +182,15 @@ image_training = ImageTraining()
 
 @contextmanager
 def naming_the_cause() -> Iterator[None]:
-    """Run the block on every rank and, if it fails on a cluster, let rank 0 raise the error that was the cause.
+    """Let rank 0 raise the failure that was the cause if the block fails on a cluster; a context manager.
 
-    Flyte shows only rank 0's error, and decides by this error about a retry. So each rank writes its failure to the
-    storage, unless another rank's failure caused it. If rank 0 hangs, or fails because another rank is lost, it raises
-    the earliest failure in the storage in place of its own. Rank 0 also notifies the webhook, and leaves the failure
-    for the action that tries a smaller number of nodes.
+    Every rank uses one around its work, and none waits for another here. Flyte shows only rank 0's error, and decides
+    by this error about a retry. So each rank writes its failure to the storage, unless another rank's failure caused
+    it. If rank 0 hangs, or fails because another rank is lost, it raises the earliest failure in the storage in place
+    of its own. Rank 0 also notifies the webhook, and leaves the failure for the next action of flyte_ddp.flyte2.sizes.
 
-    The other ranks raise their own error unchanged. In a local run, every rank does so, and nothing is written.
+    Rank 0 raises an AttemptError or a FinalError. The other ranks raise their own error unchanged. In a local run,
+    every rank does so, and nothing is written.
     """
     try:
         yield
