@@ -72,7 +72,8 @@ def gather_shards(
 ) -> InferenceOutputs:
     """Join the rows of all shards in one CSV file, and return the file, a summary, and a page; a Flyte task.
 
-    The page shows the least certain images. A local run also prints the result.
+    The page shows the least certain images, and is also the task's Deck. A local run prints the result and the paths of
+    its files.
 
     Args:
         parts: the CSV files of the shards, in order.
@@ -82,7 +83,8 @@ def gather_shards(
         options: the options of the prediction.
 
     Raises:
-        ReportedError: An image file that the page shows has changed since it was listed.
+        ReportedError: An image file that the page shows has changed since it was listed. On a cluster, it is raised as
+            the platform's error.
     """
     description = prepared.read_description(data.download())
     with run_folder(platform, "inference") as work:
@@ -145,13 +147,14 @@ class Listing:
 
     @classmethod
     def of(cls, folder: FlyteDirectory | None) -> "Listing":
-        """List the files of a folder; without a folder the listing is empty.
+        """List the files below a folder, without hidden ones; without a folder the listing is empty.
 
         Args:
             folder: the folder of images, or None to predict a split of the dataset.
 
         Raises:
-            InputError: The folder has no files.
+            InputError: The folder has no files, or is a file.
+            DownloadError: The storage fails.
         """
         files = [] if folder is None else [*list_files(folder).items()]
         if folder is not None and not files:
@@ -178,7 +181,9 @@ class Listing:
                 they are.
 
         Raises:
-            ReportedError: a listed file is gone from the storage.
+            ReportedError: a listed file is gone from the storage. (A file that is gone from this machine raises
+                nothing here.)
+            Exception: the storage fails in another way; each storage has errors of its own.
         """
         if folder is None:
             return []
@@ -191,7 +196,7 @@ class Listing:
     def verify(self, folder: FlyteDirectory | None) -> None:
         """Check that the listed files are still as they were when they were listed.
 
-        The files' metadata are compared, not the content.
+        The whole folder is listed again. Sizes, times and other metadata are compared, not the content.
 
         Args:
             folder: the folder of the files; None if the listing is empty.

@@ -58,10 +58,10 @@ class Tally(NamedTuple):
 
 
 def tally(path: Path) -> Tally:
-    """Count the rows of a CSV file of predictions by class, and find the least certain and unreadable ones.
+    """Count the rows of a CSV file of predictions by class, and find the least certain and unreadable images.
 
-    The file is read three times, row by row, so it need not fit into memory. A row without a label is in neither
-    `known` nor `right`.
+    A row without a label is in neither `known` nor `right`. At most 24 rows are in `least_certain`, and 20 in `errors`.
+    The file is read three times, row by row, so it need not fit into memory.
     """
     predicted = Counter[str]()
     known = Counter[str]()

@@ -24,9 +24,14 @@ REMEDY = "use that of a training, and set the model and dataset of that training
 
 
 def check_model(environment: Environment, link: Link, argument: tuple[str, str, str]) -> None:
-    """Raise InputError if a file does not have the weights of a network for a prepared dataset's images.
+    """Raise InputError unless a file has the weights of a network for a prepared dataset's images.
 
-    The argument has the path of the file, the network's name, and the dataset's folder.
+    A process of its own runs the function, by run_alone.
+
+    Args:
+        environment: not used.
+        link: not used.
+        argument: the path of the file, the network's name in MODELS, and the dataset's folder.
     """
     path, name, data = argument
     description = prepared.read_description(data)
@@ -35,11 +40,18 @@ def check_model(environment: Environment, link: Link, argument: tuple[str, str, 
 
 @torch.inference_mode()
 def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
-    """Predict each image of a shard in float32, and write one CSV file with a row for each image to job.output.
+    """Predict each image of a shard in float32, and write a CSV file with a row for each image to job.output.
 
-    An image that could not be read keeps its error and gets no prediction. run_alone calls this function in a process
-    of its own, on a CPU or a GPU. Raises InputError if a score is not finite, images or weights cannot be
-    used, or the file cannot be written.
+    A process of its own runs the function, by run_alone, on a CPU or a GPU. An image that could not be read gets the
+    reason in its row, and no prediction.
+
+    Args:
+        environment: this process, with its device.
+        link: is told after each batch that the process is alive.
+        job: the shard. All of its images are in memory at once.
+
+    Raises:
+        InputError: A score is not finite, images or weights cannot be used, or the file cannot be written.
     """
     torch.set_num_threads(environment.threads)
     settle_arithmetic()

@@ -41,9 +41,10 @@ INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__),
 
 
 def shard_arguments() -> dict[str, Any]:
-    """Return the arguments of @task for predicting a shard.
+    """Return the arguments of @task for predicting a shard, without cache and retries.
 
-    The arguments are those of training, with at most one GPU and without secrets.
+    They are those of a training's pod, with at most one GPU and without secrets. Raises InputError if a DDP_
+    environment variable is invalid.
     """
     gpus = min(1, registration().training_gpus)
     return {
@@ -69,8 +70,9 @@ def resolve_inputs(
     """Check the inputs of a batch prediction, and find out which dataset and network "auto" stands for; a Flyte task.
 
     "auto" stands for the dataset or network in the metadata of the weights. Without weights or metadata, it stands for
-    mnist and "mnist_cnn". A local run also deletes a damaged copy of the dataset, and cache entries whose files are
-    gone. If "auto" stands for mnist for want of metadata, a local run downloads mnist, and takes digits if that fails.
+    mnist and "mnist_cnn". A dataset or network that the options name is not compared with the metadata here. A local
+    run also deletes a damaged copy of the dataset, and cache entries whose files are gone. If "auto" stands for mnist
+    for want of metadata, a local run downloads mnist, and takes digits if that fails.
 
     Args:
         model_state: the weights; None if the workflow trains a model first.
@@ -108,7 +110,7 @@ def plan_shards(
     """Check the weights, and split the images into at most options.shards shards of nearly equal size; a Flyte task.
 
     The task is never cached, because contents may have changed. Each shard has a key, by which later runs find its
-    results: a hash of its images, the weights and the code.
+    results: a hash of its images' names, sizes and times, the weights, the network, the dataset and the code.
 
     Args:
         model_state: the weights.
@@ -121,7 +123,8 @@ def plan_shards(
 
     Raises:
         InputError: The weights do not fit the network, or the folder has no files.
-        DataError: The prepared dataset is damaged.
+        ReportedError: The prepared dataset is damaged (DataError), this pod's code is not what was registered, or the
+            process that checks the weights has failed (RankError).
     """
     check_code(INFERENCE_CODE.code)
     description = prepared.verify(data.download())
@@ -166,11 +169,11 @@ def predict_shard(
 ) -> CSVFile:
     """Predict the images of one shard, and return a CSV file with a row for each image; a Flyte task.
 
-    On a cluster, Flyte retries and caches each shard. A local run keeps the file on this machine. The next local run
+    On a cluster, Flyte caches each shard by its key. A local run keeps the file on this machine. The next local run
     with the same shard returns that file, unless the cache is turned off or overwritten.
 
     Args:
-        shard: the shard.
+        shard: the shard, whose key stands for all other inputs in the cache.
         model_state: the weights.
         data: the prepared dataset that the model was trained on.
         folder: the images; None for those of options.split of `data`.
@@ -178,7 +181,10 @@ def predict_shard(
         options: the options of the prediction.
 
     Raises:
-        ReportedError: An image file has changed since it was listed.
+        InputError: A score is not finite, or the file cannot be written.
+        ReportedError: An image file has changed since it was listed, this pod's code is not what was registered, or the
+            process that predicts has failed (RankError). As a RecoverableError, this pod has another number of GPUs
+            than registered.
     """
     part = part_path(shard)
     settings = LocalConfig.auto()
@@ -200,10 +206,11 @@ def predict_shard(
 
 
 def part_path(shard: Shard) -> Path:
-    """Return the path of the file for a shard's rows. The file may exist only in a local run.
+    """Return the path of the file for a shard's rows. In a local run, the finished file may be there already.
 
-    On a cluster the path is in the working folder. A local run creates its folder, removes what killed runs have left
-    in it, and names the file by the shard's key, so that a later run finds the finished file.
+    On a cluster the path is in the task's working folder. In a local run it is in a folder that all runs share, named
+    by the shard's key. The call creates that folder, and removes unfinished files in it that nobody has changed for an
+    hour.
 
     Raises:
         InputError: a local run cannot write to its folder.
