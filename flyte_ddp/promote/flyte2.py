@@ -62,8 +62,8 @@ def promote_images(
 ) -> PromotionOutputs:
     """Promote the image classifier's weights if they are better on the test split than the weights promoted at a place.
 
-    Call this function inside a task: it does the work itself, and starts no other task. It returns the same outputs as
-    promote_model(): whether the candidate was promoted, the weights that are promoted now, the figures and a report.
+    Call this function inside a task: it does the work itself, and starts no other task. It downloads the inputs,
+    measures both models, writes a report and prints the outcome. The first model at a place is always promoted.
 
     Args:
         model_state: the candidate's weights.
@@ -72,9 +72,12 @@ def promote_images(
         place: where models are promoted: a URL or an absolute path.
         options: the measure, the margin and further options of the promotion.
 
+    Returns:
+        Whether the candidate was promoted, the weights that are promoted now, the figures and a report.
+
     Raises:
-        Exception: the promotion failed. On a cluster it is the platform's own error for that. A local run raises
-            FinalError, which is not retried.
+        FinalError: the promotion has failed, and would again. A local run raises it for any failure.
+        AttemptError: on a cluster, the promotion has failed, and Flyte retries.
     """
     with one_attempt():
         check_gpus()
@@ -86,14 +89,22 @@ def promote_images(
 def promote_model(subject: Subject, model_state: File, place: str, options: PromotionOptions) -> PromotionOutputs:
     """Promote a training's weights if they are better on its test split than the weights promoted at a place.
 
-    The place is a URL, or an absolute path. The first model there is always promoted. The function downloads the
-    weights, measures both models, writes a report and prints the outcome. A task calls it within one_attempt(), which
-    turns errors into Flyte's. Returns whether the candidate was promoted, the weights that are promoted now, the
-    figures and a report.
+    A task calls this function within one_attempt(), which raises the errors below as the platform's. The function
+    downloads the weights, measures both models, writes a report and prints the outcome. The first model at a place is
+    always promoted.
+
+    Args:
+        subject: the training of the candidate.
+        model_state: the candidate's weights.
+        place: where models are promoted: a URL or an absolute path.
+        options: the measure, the margin and further options of the promotion.
+
+    Returns:
+        Whether the candidate was promoted, the weights that are promoted now, the figures and a report.
 
     Raises:
-        InputError: the place or the measure cannot be used, the candidate's measure is not finite, or the promoted
-            model has another recipe or other data.
+        InputError: the place or the measure cannot be used, the candidate's measure or loss is not finite, or the
+            promoted model has another recipe, or is for images of another kind.
         DownloadError: the weights cannot be downloaded.
         ReportedError: what is promoted at the place is damaged or, as a RecoverableError, the storage fails.
         RankError: the process that measures has failed.
@@ -109,7 +120,7 @@ def promote_model(subject: Subject, model_state: File, place: str, options: Prom
 def make_artifact(model_state: File, summary: PromotionSummary, name: str) -> Any:
     """Return the promoted model as a version of a Flyte artifact, for a task with produces_artifacts to return.
 
-    The description has the measure that decided the promotion.
+    Nothing is sent to Flyte here. The artifact's description has the measure that decided the promotion.
 
     Args:
         model_state: the promoted weights.

@@ -101,9 +101,9 @@ class Place:
             The pointer. Its version is "" and its history empty if nothing has been promoted here yet.
 
         Raises:
-            ReportedError: the file is damaged, or missing although there are versions.
+            ReportedError: the file is damaged, or missing although there are versions. RecoverableError, which derives
+                from this error, means that the storage fails.
             InputError: a newer program has written the file, or the place cannot be read.
-            RecoverableError: the storage fails.
         """
         problem = "is missing"
         for _ in range(2):  # another process may write current.json and a version between the two checks
@@ -158,11 +158,14 @@ class Place:
     def fetch(self, version: str, into: Path) -> dict[str, Any]:
         """Copy a version's weights to a file, verify their SHA-256, and return the content of version.json.
 
+        Args:
+            version: the name of the version.
+            into: the file, which is overwritten. If the digest is wrong, the wrong content stays there.
+
         Raises:
-            ReportedError: version.json is missing or unreadable, or model.pt is missing or has changed. If model.pt has
-                changed, its wrong content stays in the file.
+            ReportedError: version.json is missing or unreadable, or model.pt is missing or has changed.
+                RecoverableError, which derives from this error, means that the storage fails.
             InputError: the place cannot be read, or the file cannot be written.
-            RecoverableError: the storage fails.
         """
         facts = self.facts(version)
         path = f"{self.root}/versions/{version}/model.pt"
@@ -217,8 +220,8 @@ class Place:
 
         Raises:
             InputError: the place cannot be read or written, or a newer program has written current.json.
-            ReportedError: current.json is damaged. RecoverableError, which derives from this error, means that the
-                storage fails.
+            ReportedError: current.json is damaged or missing. RecoverableError, which derives from this error, means
+                that the storage fails.
         """
         with self._locked():
             if self.read() != seen:
@@ -287,9 +290,10 @@ class Place:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold a lock on the place against other processes while the block runs, and wait for it if another has it.
+        """Hold a lock on the place against other processes while the block runs; a context manager.
 
-        In object storage nothing is locked. If the lock cannot be created, the errors are those of _own_errors().
+        It waits without a limit while another process has the lock. In object storage nothing is locked. Raises
+        InputError or RecoverableError if the lock's file cannot be created.
         """
         if self._in_storage:
             yield
@@ -301,10 +305,10 @@ class Place:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Replace errors of storage and disk in the block by this library's errors.
+        """Replace errors of storage and disk in the block by this library's errors; a context manager.
 
         An error that a retry would not mend, such as a missing permission or a full disk, becomes an InputError. Any
-        other becomes a RecoverableError. Errors of this library are click's, and pass unchanged.
+        other exception becomes a RecoverableError. Errors of this library, which are click's, pass unchanged.
         """
         try:
             yield

@@ -88,7 +88,7 @@ def writable_place(platform: Platform, place: str) -> Place:
 
 
 def open_place(platform: Platform, place: str) -> Place:
-    """Return the place that models are promoted to.
+    """Return the place that models are promoted to, without reading or writing it.
 
     Args:
         platform: the platform.
@@ -110,7 +110,7 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
     If another process promotes a model in the meantime, the candidate is compared again, with that model. If an earlier
     attempt of this run has already promoted the candidate, nothing is promoted again; only the comparison is repeated,
     for the report. The function also writes a page and prints the outcome. If options.registered_model is set, a
-    promoted candidate is registered in MLflow.
+    promoted candidate is registered in MLflow; a failure of that is only printed.
 
     Args:
         platform: the platform.
@@ -124,10 +124,10 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
         `summary.promoted` says whether they are the candidate's.
 
     Raises:
-        InputError: the measure is unknown, the candidate's is not finite, the promoted model has another recipe or
-            other data, or the place cannot be used.
+        InputError: the measure is unknown, the candidate's measure or loss is not finite, the promoted model has
+            another recipe, or is for images of another kind, or the place cannot be used.
         ReportedError: the promoted version or current.json is damaged, or, as a RecoverableError, the storage fails.
-        RankError: the process that measures has failed.
+        RankError: the process that measures has failed. On a cluster, all of these are raised as the platform's errors.
     """
     digest = content_digest(model)
     with run_folder(platform, f"{subject.dataset}-promotion") as folder:
@@ -171,14 +171,18 @@ def roll_back(place: Place, version: str) -> Pointer:
     """Promote an earlier version again, after verifying its weights, and return the new pointer.
 
     A current.json that is damaged or missing is replaced by a new one, without the history. If this version, or the
-    version that was promoted before, was registered in MLflow, the registered model's alias moves to this version. A
-    version without an entry in MLflow gets one. If MLflow fails, a warning is printed.
+    version that was promoted before, was promoted with a name for MLflow, the registered model's alias moves to this
+    version. A version without an entry in MLflow then gets one. If MLflow fails, a warning is printed.
+
+    Args:
+        place: the place.
+        version: the name of a version in the place.
 
     Raises:
         InputError: the place has no versions, or none of this name; it cannot be read or written; or a newer program
             has written its current.json.
         ReportedError: the version is damaged. RecoverableError, which derives from this error, means that the storage
-            fails.
+            fails, perhaps after the version was promoted.
     """
     pointer = place.roll_back(version)
     names = []
@@ -195,11 +199,20 @@ def roll_back(place: Place, version: str) -> Pointer:
 
 
 def roll_back_or_show(platform: Platform, place: str, version: str) -> tuple[str, Path]:
-    """Roll back to a version, or only show the history if `version` is "". Print the versions, and write a page.
+    """Roll back to a version, or only show the history; in both cases print the versions, and write a page.
 
-    The place is a URL or a folder; "" is the default of a local run. Returns the version that is promoted now, "" if
-    none is, and the path of the page. Raises InputError if the place or version does not exist or cannot be used, and
-    ReportedError if the version or current.json is damaged.
+    Args:
+        platform: the platform.
+        place: a URL. A local run also takes a folder, and has a default for "".
+        version: the name of the version; "" only shows the history.
+
+    Returns:
+        The version that is promoted now, "" if none is; and the path of the page.
+
+    Raises:
+        InputError: the place or version does not exist or cannot be used.
+        ReportedError: the version, or without a version current.json, is damaged; or, as a RecoverableError, the
+            storage fails. On a cluster, the errors are raised as the platform's.
     """
     with run_folder(platform, "roll-back") as folder:
         models = open_place(platform, place)
@@ -228,9 +241,11 @@ def measure_both(
         The name and the measures of each model: first "Candidate", then the version if there is one.
 
     Raises:
-        InputError: the version has another recipe or other data, or the place cannot be read.
-        ReportedError: the version is damaged, or this code does not know its settings.
-        RankError: the process fails or takes too long.
+        InputError: the version has another recipe, is for images of another kind, or does not fit its network; the
+            candidate's weights cannot be used; or the place cannot be read.
+        ReportedError: the version is damaged, or this code does not know its settings; or, as a RecoverableError, the
+            storage fails.
+        RankError: the process has failed, or was silent for options.timeout_seconds.
     """
     jobs = {"Candidate": make_job(subject, model_path=model)}
     if against:
@@ -252,7 +267,8 @@ def load_settings(subject: Subject, place: Place, version: str, facts: dict[str,
         facts: the content of the version's version.json.
 
     Raises:
-        InputError: the version has another recipe or other data than the candidate.
+        InputError: the version has another recipe than the candidate; or the candidate has a prepared dataset, and the
+            version has another dataset's name, other classes or images of another shape.
         ReportedError: this code does not know the version's settings.
     """
     own = describe_data(subject)

@@ -18,11 +18,12 @@ from flyte_ddp.recipe import Recipe
 
 
 def measure_models(environment: Environment, link: Link, argument: tuple[Sequence[Job], str]) -> list[Measured]:
-    """Measure the jobs' models on the test split, and return their measures in the order of the jobs.
+    """Measure the jobs' models on the test split, in float32, and return their measures in the order of the jobs.
 
-    The first job is that of the candidate, the model that may be promoted. Its recipe loads the samples and computes
-    the measures of every model, so a change of the recipe since the last promotion affects all models alike. Each other
-    job's own recipe builds its network and computes its outputs.
+    A process of its own runs the function, by run_alone, on a CPU or a GPU. The first job is that of the candidate, the
+    model that may be promoted. Its recipe loads the samples and computes the measures of every model, so a change of
+    the recipe since the last promotion affects all models alike. Each other job's own recipe builds its network and
+    computes its outputs.
 
     Args:
         environment: this process, which computes alone.

@@ -35,8 +35,8 @@ def register(place: Place, version: str, name: str) -> str:
         name: the name of the registered model, which is created if there is none.
 
     Returns:
-        The version's entry, "models:/NAME/NUMBER", whether or not the alias was set; "" after a failure or without an
-        answer.
+        The version's entry in MLflow, "models:/NAME/NUMBER", whether or not the alias was set; "" after a failure or
+        without an answer.
     """
     entry = [""]
     promoted = [""]
@@ -108,10 +108,13 @@ def _find(client: Any, place: Place, name: str, version: str) -> Any:
 
 
 def _set_alias(client: Any, place: Place, name: str) -> str:
-    """Set the alias "champion" to the entry of the promoted version, and return that version.
+    """Set the registered model's alias "champion" to the entry of the version that is promoted now.
 
-    A version that is promoted meanwhile may have set the alias just before, so the place is read again afterwards. If
-    the promoted version has no entry yet, its own promotion sets the alias.
+    Another version may be promoted meanwhile, so the place is read again afterwards, until it has not changed. If the
+    promoted version has no entry yet, the alias stays as it is: that version's own promotion sets it.
+
+    Returns:
+        The version that is promoted now. Errors of MLflow and the place are raised as they are.
     """
     while True:
         version = place.read().version

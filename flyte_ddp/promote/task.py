@@ -92,20 +92,24 @@ def check_promotion(
 ) -> PromotionTarget:
     """Check the inputs of a promotion, and fill in what was left out from the metadata of the weights; a Flyte task.
 
-    This task runs first, so that a wrong input is found before a training. A new place gets an empty current.json.
+    This task runs first, so that a wrong input is found before a training. It downloads the weights. A new place gets
+    an empty current.json. A local run also deletes a damaged copy of the dataset, and cache entries whose files are
+    gone, and prepares mnist if nothing names a dataset.
 
     Args:
         place: where to promote: a URL. A local run also takes a folder, and has a default for "".
         model_state: the candidate's weights; None if the candidate is yet to be trained.
-        hp: the settings. Those that have their default are taken from the metadata.
+        hp: the settings. Those that have their default are taken from the weights' metadata.
         options: the options of the training. They are checked only if model_state is None.
 
     Returns:
         The name of the dataset, the root of the place, and the complete settings.
 
     Raises:
-        InputError: an input is wrong, such as a place that cannot be written to. On a cluster it is the platform's
-            error for that.
+        InputError: an input is wrong: the place cannot be read or written to, or the weights are not those of a
+            built-in classifier on a built-in dataset.
+        ReportedError: the place's current.json is damaged or, as a RecoverableError, the storage fails. On a cluster,
+            the errors are raised as the platform's.
     """
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root
@@ -144,8 +148,8 @@ def promote_model(
         Whether the candidate was promoted, the weights that are promoted now, the figures and a report.
 
     Raises:
-        InputError: the place or the measure cannot be used, the candidate's measure is not finite, or the promoted
-            model has another recipe or other data.
+        InputError: the place or the measure cannot be used, the candidate's measure or loss is not finite, or the
+            promoted model has another recipe, or is for images of another kind.
         ReportedError: what is promoted at the place is damaged or, as a RecoverableError, the storage fails.
         RankError: the process that measures has failed.
     """
