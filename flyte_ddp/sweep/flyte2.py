@@ -50,7 +50,10 @@ class SweepComparison:
 
 
 def list_trials(sweep: Sweep, hp: Hyperparameters, options: RunOptions) -> list[Hyperparameters]:
-    """Return the hyperparameters of each trial, all checked before anything is downloaded or spawned."""
+    """Return the hyperparameters of each trial, all checked before anything is downloaded or spawned.
+
+    Raises FinalError if the sweep or a trial is not valid, or if this machine cannot do a local run.
+    """
     with one_attempt():
         return classifier_trials(platform, sweep, hp, options)
 
@@ -66,6 +69,10 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
         entrant: the trial: its settings as JSON, and its checkpoint.
         data: the prepared dataset.
         options: how to run the training.
+
+    Raises:
+        FinalError: the training has failed for another reason, and would again. A local run raises it for any reason.
+        AttemptError: on a cluster, the training has failed for a reason that may not recur.
     """
     started = time.time()
     hp = Hyperparameters.from_json(entrant.settings)
@@ -86,13 +93,20 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
 async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -> Rungs:
     """Run all rungs one after the other, and the trials of each rung side by side, sweep.concurrency at a time.
 
+    A rung is a stage of the sweep, after which only the best trials go on.
+
     Args:
         sweep: the sweep.
         trials: the hyperparameters of all trials.
-        run: trains an entrant in a task of its own. If the task fails or its pod is lost, the trial has failed.
+        run: trains an entrant in a task of its own. If the task fails or its pod is lost, the trial has failed, and the
+            sweep continues.
 
     Returns:
         The results of each rung's entrants, in their order.
+
+    Raises:
+        ReportedError: all trials have failed, and there is another rung to run.
+        InputError: the results have measures, but none has the sweep's measure.
     """
     settings = [dataclasses.asdict(one) for one in trials]
     slots = asyncio.Semaphore(sweep.concurrency)
@@ -111,7 +125,10 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
 
 
 def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
-    """Rank the trials by the sweep's measure, and write the table and the page. Raises ReportedError if all failed."""
+    """Rank the trials by the sweep's measure, and write the table and the page.
+
+    Raises FinalError if all trials have failed, or if their results cannot be ranked.
+    """
     with one_attempt():
         best = write_comparison(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)
         return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))

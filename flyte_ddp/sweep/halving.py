@@ -153,7 +153,8 @@ def classifier_trials(
 
     Raises:
         InputError: the sweep's measure is not the accuracy with the largest first, a value cannot be tried, the
-            reduction factor does not fit the trials, or this machine cannot do a local run.
+            reduction factor does not fit the trials, patience or keep_best is set without a validation split, or, in a
+            local run, this machine cannot run the ranks of a trial.
     """
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
@@ -178,7 +179,7 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
 
     Raises:
         ReportedError: all trials have failed, and there is another rung to run.
-        InputError: the results have measures, but none has the sweep's measure.
+        InputError: there is another rung to run, and the results so far cannot be ranked; see rank_trials().
     """
     rungs: Rungs = []
     for rung in plan_rungs(sweep, trials):
@@ -198,14 +199,14 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
 def make_result(
     figures: RunSummary, measures: dict[str, float], loss: float, report: str, checkpoint: str
 ) -> TrialResult:
-    """Build the result of a training that has ended. A loss that is not finite makes it a failure.
+    """Build the result of a trial whose training has ended. A loss that is not finite makes it a failure.
 
     Args:
         figures: the training's summary.
-        measures: the measures after the last epoch.
-        loss: the loss after the last epoch.
-        report: path or address of the page.
-        checkpoint: path or address of the checkpoint to continue from.
+        measures: the measures after the last epoch, on the samples that trials are compared on.
+        loss: the loss after the last epoch, on any split; only whether it is finite counts.
+        report: path or URL of the training's page.
+        checkpoint: path or URL of the checkpoint that the next rung continues from; empty if training is complete.
     """
     return TrialResult(
         measures=measures,
@@ -245,8 +246,7 @@ def choose_entrants(
 
     Raises:
         ReportedError: All trials have failed.
-        InputError: The results have measures, but none has the sweep's measure; or lower values of it are better, and
-            the sweep looks for the largest.
+        InputError: The results cannot be ranked; see rank_trials().
     """
     latest = latest_results(sweep, trials, rungs)
     advancing = _best_entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)
@@ -262,9 +262,14 @@ def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[Tri
     which the sweep's measure is missing or not finite. A trial that was in no rung yet has an empty TrialResult, which
     is no failure.
 
+    Args:
+        sweep: the sweep.
+        trials: the settings of each trial.
+        rungs: the results of each rung so far, in the order in which choose_entrants() has returned the rung's
+            entrants.
+
     Raises:
-        InputError: there are several rungs, and the first one's results have measures, but none has the sweep's
-            measure.
+        InputError: there are results of several rungs, and those before the last cannot be ranked; see rank_trials().
     """
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(plan_rungs(sweep, trials), rungs, strict=False):
@@ -294,13 +299,13 @@ def _check_measure(sweep: Sweep, result: TrialResult) -> TrialResult:
 
 
 def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[int, Entrant]:
-    """Return the best `rung.trials` trials by their latest results, without failed ones, by number in ascending order.
+    """Return the entrants of a rung, the best trials by their latest results, by number in ascending order.
 
-    A trial that was cut in an earlier rung takes part again if too many others have failed. If rung.stop_after is not
-    0, it goes into the entrants' settings.
+    There are at most `rung.trials`, and none that has failed. A trial that was cut in an earlier rung takes part again
+    if too many others have failed. If rung.stop_after is not 0, it goes into the entrants' settings.
 
     Raises:
-        InputError: the trials have measures, but none has the sweep's measure.
+        InputError: the results cannot be ranked; see rank_trials().
     """
     best = rank_trials(sweep, latest)[: rung.trials]
     stop = {"stop_after": rung.stop_after} if rung.stop_after else {}
@@ -312,7 +317,7 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
 
 
 def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
-    """Sort the trials, as latest_results returns them, from best to worst.
+    """Return the trials, as latest_results() returns them, in a new list from best to worst.
 
     Failed trials come last. Trials that were not stopped early come first. The others follow by the number of epochs
     after which they were stopped, the largest first. Trials that are equal in this are sorted by the sweep's measure;

@@ -39,6 +39,8 @@ class Best(NamedTuple):
 def write_comparison(platform: Platform, sweep: Sweep, trials: AllTrials, rungs: Rungs, subject: str) -> Best:
     """Rank the trials by the sweep's measure, write trials.csv and the page, and print which trial is the best.
 
+    The files are in a new folder for this run's outputs. The page is also the task's Deck or report.
+
     Args:
         platform: the platform.
         sweep: the sweep.
@@ -51,7 +53,8 @@ def write_comparison(platform: Platform, sweep: Sweep, trials: AllTrials, rungs:
 
     Raises:
         ReportedError: all trials have failed.
-        InputError: the trials have measures, but none has the sweep's measure.
+        InputError: the trials cannot be ranked (see rank_trials()), or the folder cannot be written to. On a cluster,
+            the errors are raised as the platform's.
     """
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = latest_results(sweep, trials, rungs)

@@ -67,15 +67,16 @@ class Range(Settings):
 
 
 def trials_of(sweep: Sweep, base: T) -> list[T]:
-    """Return the settings of each trial, each once, and the same ones at each call.
+    """Return the settings of each trial. Equal settings are listed once, and each call returns the same list.
 
     Args:
         sweep: the values to try.
         base: the settings that the trials have in common.
 
     Raises:
-        InputError: a value is not valid for its setting or must be the same for all trials, there are none or too many,
-            or the sweep looks for the largest loss.
+        InputError: a value is not valid for its setting; the sweep names a setting that must be the same for all trials
+            (dataset or validation_fraction), or none; a grid has more than MOST_TRIALS (200) trials; or the sweep looks
+            for the largest loss.
     """
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
@@ -96,7 +97,7 @@ def trials_of(sweep: Sweep, base: T) -> list[T]:
 
 
 def _ends(sweep: Sweep, name: str, space: Any) -> list[Any]:
-    """Return a setting's list of values as it is, or the ends [minimum, maximum] of a range.
+    """Return a setting's whole list of values as it is, or the ends [minimum, maximum] of a range.
 
     Args:
         sweep: the sweep. Only a random search may have ranges.
@@ -139,10 +140,13 @@ def _draws(sweep: Sweep, base: AnySettings) -> Iterable[Any]:
 
 
 def _drawn(position: float, space: Any, whole: bool) -> Any:
-    """Return the value at a position, from 0 to below 1, of a list or range.
+    """Return the value at a relative position in a list or range.
 
-    Numbers of a range are whole if `whole` is true. Otherwise they have four significant digits, or, in a narrow range,
-    as many as tell a thousand of them apart.
+    Args:
+        position: from 0, the first value, to below 1.
+        space: the list of values, or the range as a dict.
+        whole: whether to round a number of a range to a whole one. Otherwise it has four significant digits, or, in a
+            narrow range, as many as tell a thousand numbers apart.
     """
     if isinstance(space, list):
         return space[int(position * len(space))]

@@ -52,10 +52,10 @@ class SweepComparison(NamedTuple):
 
 
 def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: str, **inputs: Any) -> Any:
-    """Run the trials and compare them, in a @dynamic, and return the promise of a SweepComparison.
+    """Run the trials and compare them, and return the promise of a SweepComparison. Call it in a @dynamic.
 
-    On a cluster each rung, a stage of the sweep, is a map task over its trials. It fails only if all of its pods fail
-    for good. A local run trains one trial after another.
+    On a cluster each rung, a stage of the sweep, is a map task over its trials, which fails only if all of its pods
+    fail for good. A local run trains the trials at once, one after another.
 
     Args:
         sweep: the sweep.
@@ -65,7 +65,8 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
         inputs: inputs of `run` that all trials have in common.
 
     Raises:
-        InputError: the sweep's reduction factor does not fit its trials, or the folder that they start from.
+        InputError: the sweep's reduction factor does not fit its trials; or it is above 1, although the trials start
+            from a folder of weights. In a local run also what halving.run_rungs() raises.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_reduction_factor(sweep, settings)
@@ -148,13 +149,19 @@ def try_out(
 @task(**small_resources())
 @platform_errors(platform)
 def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
-    """Return the entrants of the rung after those whose results are given. Raises ReportedError if all have failed."""
+    """Return the entrants of the rung after those whose results are given; a Flyte task.
+
+    Raises ReportedError if all trials have failed, and InputError if their results cannot be ranked.
+    """
     return list(choose_entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
 
 
 @task(enable_deck=True, deck_fields=(), **small_resources())
 @platform_errors(platform)
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
-    """Rank the trials by the sweep's measure, and write the table and the page. Raises ReportedError if all failed."""
+    """Rank the trials by the sweep's measure, and write the table and the page; a Flyte task.
+
+    Raises ReportedError if all trials have failed, and InputError if their results cannot be ranked.
+    """
     best = write_comparison(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
     return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))
