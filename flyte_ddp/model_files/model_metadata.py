@@ -62,7 +62,7 @@ class ModelMetadata:
 
     @property
     def digest(self) -> str:
-        """Return a digest that equal weights share, whatever their file's format, and others nearly never."""
+        """Return the digest of these metadata, which copies of a file share. An export writes metadata of its own."""
         return hashlib.sha256(self.as_json().encode()).hexdigest()
 
     @property
