@@ -210,7 +210,8 @@ def roll_back_or_show(platform: Platform, place: str, version: str) -> tuple[str
         The version that is promoted now, "" if none is; and the path of the page.
 
     Raises:
-        InputError: the place or version does not exist or cannot be used.
+        InputError: there is no such version, or the place cannot be used. (A place that does not exist yet has no
+            history, which is no error.)
         ReportedError: the version, or without a version current.json, is damaged; or, as a RecoverableError, the
             storage fails. On a cluster, the errors are raised as the platform's.
     """

@@ -106,7 +106,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
 
     Raises:
         ReportedError: all trials have failed, and there is another rung to run.
-        InputError: the results have measures, but none has the sweep's measure.
+        InputError: there is another rung to run, and the results so far have measures, but not the sweep's.
     """
     settings = [dataclasses.asdict(one) for one in trials]
     slots = asyncio.Semaphore(sweep.concurrency)
@@ -127,7 +127,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
 def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
     """Rank the trials by the sweep's measure, and write the table and the page.
 
-    Raises FinalError if all trials have failed, or if their results cannot be ranked.
+    Raises FinalError if all trials have failed, or have measures, but not the sweep's.
     """
     with one_attempt():
         best = write_comparison(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)

@@ -107,7 +107,8 @@ def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
 
     A rung is a stage of the sweep, after which only the best trials go on. With n rungs and a reduction factor f, the
     first rung has all trials and stops after epochs / f^(n - 1). Each next one has an f-th of the trials and stops
-    after f times the epochs, all rounded down. The last one trains to the end, which is stop_after 0.
+    after f times the epochs, all rounded down. The last one trains to the end, which is stop_after 0. The epochs are
+    those of the first trial; check_reduction_factor() refuses others.
     """
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
@@ -179,7 +180,8 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
 
     Raises:
         ReportedError: all trials have failed, and there is another rung to run.
-        InputError: there is another rung to run, and the results so far cannot be ranked; see rank_trials().
+        InputError: there is another rung to run, and the results so far have measures, but not the sweep's; or the
+            sweep looks for the largest value of a measure of which lower is better.
     """
     rungs: Rungs = []
     for rung in plan_rungs(sweep, trials):
@@ -246,7 +248,8 @@ def choose_entrants(
 
     Raises:
         ReportedError: All trials have failed.
-        InputError: The results cannot be ranked; see rank_trials().
+        InputError: The results have measures, but not the sweep's; or the sweep looks for the largest value of a
+            measure of which lower is better.
     """
     latest = latest_results(sweep, trials, rungs)
     advancing = _best_entrants(sweep, plan_rungs(sweep, trials)[len(rungs)], latest)
@@ -269,7 +272,8 @@ def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[Tri
             entrants.
 
     Raises:
-        InputError: there are results of several rungs, and those before the last cannot be ranked; see rank_trials().
+        InputError: there are results of several rungs, and those before the last have measures, but not the sweep's;
+            or the sweep looks for the largest value of a measure of which lower is better.
     """
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(plan_rungs(sweep, trials), rungs, strict=False):
@@ -305,7 +309,8 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
     if too many others have failed. If rung.stop_after is not 0, it goes into the entrants' settings.
 
     Raises:
-        InputError: the results cannot be ranked; see rank_trials().
+        InputError: the results have measures, but not the sweep's; or the sweep looks for the largest value of a
+            measure of which lower is better.
     """
     best = rank_trials(sweep, latest)[: rung.trials]
     stop = {"stop_after": rung.stop_after} if rung.stop_after else {}
@@ -324,8 +329,8 @@ def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
     those without a finite measure come after the others. Ties keep their order.
 
     Raises:
-        InputError: the trials have measures, but none has the sweep's measure, or the recipe says that lower values of
-            the measure are better, and the sweep looks for the largest.
+        InputError: the results have measures, but not the sweep's; or the sweep looks for the largest value of a
+            measure of which the recipe says that lower is better.
     """
 
     def order(trial: Ranked) -> tuple[bool, float, float]:

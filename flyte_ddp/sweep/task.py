@@ -66,7 +66,8 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
 
     Raises:
         InputError: the sweep's reduction factor does not fit its trials; or it is above 1, although the trials start
-            from a folder of weights. In a local run also what halving.run_rungs() raises.
+            from a folder of weights; or, in a local run, the results have measures, but not the sweep's.
+        ReportedError: in a local run, all trials have failed.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
     check_reduction_factor(sweep, settings)
@@ -151,7 +152,7 @@ def try_out(
 def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
     """Return the entrants of the rung after those whose results are given; a Flyte task.
 
-    Raises ReportedError if all trials have failed, and InputError if their results cannot be ranked.
+    Raises ReportedError if all trials have failed, and InputError if they have measures, but not the sweep's.
     """
     return list(choose_entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
 
@@ -161,7 +162,7 @@ def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
     """Rank the trials by the sweep's measure, and write the table and the page; a Flyte task.
 
-    Raises ReportedError if all trials have failed, and InputError if their results cannot be ranked.
+    Raises ReportedError if all trials have failed, and InputError if they have measures, but not the sweep's.
     """
     best = write_comparison(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
     return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))
