@@ -73,9 +73,10 @@ def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU)
 
 
 def finish_draft(draft: Path, path: Path) -> None:
-    """Append the checksum to what write_draft() has written, wait for the disk, and rename the file to path.
+    """Append the checksum to what write_draft() has written, wait for the disk, and put the file in place of `path`.
 
-    Raises OSError if that fails; the draft is removed then.
+    Raises:
+        OSError: One of these fails. The draft is removed then, and the file at `path` stays as it was.
     """
     try:
         with open(draft, "r+b") as file:
@@ -165,7 +166,9 @@ def compare_identities(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Ite
 def refuse(
     error: CheckpointError, options: RunOptions, emit: Callable[[Event], None], output: Path | None = None
 ) -> None:
-    """Emit CheckpointRefused, so that the training starts anew, or raise InputError if the user wants this checkpoint.
+    """Emit CheckpointRefused, or raise InputError if the user wants this checkpoint.
+
+    After the event, the caller has to start the training from the beginning.
 
     Args:
         error: why the checkpoint cannot be used.
@@ -199,6 +202,8 @@ def checksum(path: Path) -> bytes:
 
 def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
     """Return the content of a checkpoint that another rank has verified, if this rank sees the same file.
+
+    The content is not verified again. Tensors are mapped, or are StoredTensors.
 
     Args:
         path: the checkpoint.
@@ -265,7 +270,7 @@ def _save(content: Any, file: IO[bytes]) -> None:
 def _content(path: Path) -> Any:
     """Return the content of a checkpoint, whose checksum the caller has verified.
 
-    Tensors are not read yet: they are memory maps, or are opened in files of shards.
+    Tensors are not read yet: they are mapped from the file or, of a sharded checkpoint, StoredTensors.
 
     Raises:
         CheckpointError: The content cannot be read although the checksum is right.

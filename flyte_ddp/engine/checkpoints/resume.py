@@ -128,9 +128,9 @@ def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> t
         base: the digest of this training's frozen weights; None if there are none to compare.
 
     Returns:
-        The content of the checkpoint on rank 0, and None on the other ranks. Then, on all ranks, (checksum, state with
-        meta tensors, manifest, rank 0's options); the manifest is None unless the files are in a storage. None in place
-        of this tuple says that there is no good checkpoint.
+        Two values. The first is the content of the checkpoint on rank 0, and None on the other ranks. The second is the
+        same on all ranks: (checksum, state with meta tensors, manifest, rank 0's options), or None if there is no good
+        checkpoint. The manifest is None unless the files are in a storage.
     """
     path = Path(job.checkpoint_path)
     content = found = None
@@ -157,12 +157,13 @@ def _on_meta(tensor: Tensor | StoredTensor) -> Tensor:
 def _receivers(state: TrainingState, seen: list[bool]) -> Any:
     """Return the process group whose first rank sends the checkpoint's tensors to the others.
 
-    Returns None if all ranks can read the checkpoint. With hybrid sharding, if all ranks of the first node can read it,
-    returns the group of the ranks that have the same rows as this one. Otherwise returns the group of all ranks.
-
     Args:
         state: the training.
-        seen: for each rank, whether it can read the checkpoint.
+        seen: for each rank, whether it can read the checkpoint. Rank 0 can.
+
+    Returns:
+        None if all ranks can read the checkpoint. With hybrid sharding, if all ranks of the first node can read it, the
+        group of the ranks that have the same rows as this one. Otherwise the group of all ranks.
     """
     if all(seen):
         return None
@@ -252,8 +253,8 @@ def fetch_shards(
 ) -> Iterator[dict[str, Any]]:
     """Download the files of a sharded checkpoint that have rows of this rank, and verify them; a collective.
 
-    A context manager. The ranks of a host share a temporary folder for the files. At the end of the block, the ranks
-    wait for one another, and the folder is removed.
+    A context manager. The ranks of a host share a temporary folder for the files. At the end of the block, also after
+    an error in it, the ranks wait for one another, and the folder is removed.
 
     Args:
         manifest: the checkpoint's manifest, whose "url" is the folder of the files in the storage.

@@ -147,8 +147,9 @@ class ShardWriter:
         Returns:
             A function, which is a collective, too, in a process group of its own: a thread of each rank has to call it.
                 It waits until the files of all ranks are on the disk. Rank 0 then writes the manifest, or raises
-                OSError if any rank has failed. With hybrid sharding, only the first rank of those with the same rows
-                writes; on the other ranks, the function does nothing.
+                OSError if any rank has failed. If a rank is gone, any of the others may raise OSError. With hybrid
+                sharding, only the first rank of those with the same rows writes; on the other ranks, the function does
+                nothing.
         """
         description, tensors = describe_state(content)
         progress = content["state"]["progress"]
@@ -234,7 +235,7 @@ def _name_file(part: int) -> str:
 
 
 def _try_to_write(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors to a file, and return what went wrong, for the other ranks; empty if nothing did."""
+    """Write tensors to a file, whose folder is created, and return what went wrong; empty if nothing did."""
     from safetensors.torch import save_file  # an optional library
 
     try:

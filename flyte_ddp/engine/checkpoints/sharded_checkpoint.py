@@ -87,13 +87,15 @@ def describe_state(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:
     """Split a state into a description without tensors, which JSON can hold, and its tensors by name.
 
     Args:
-        state: nested dicts, lists and tuples of tensors and PLAIN values.
+        state: nested dicts, lists and tuples of tensors and of values of the types in PLAIN. NumPy's numbers become
+            Python's.
 
     Returns:
-        The description, from which rebuild_state() makes the state again, and the tensors. Tied weights share a name.
+        The description, from which rebuild_state() makes the state again, and the tensors, which are not copied. Tied
+        weights share a name.
 
     Raises:
-        TypeError: The state has a value of another type.
+        TypeError: The state has a value, or a dict's key, of another type.
     """
     names: dict[int, str] = {}
     tensors: dict[str, Tensor | Shard] = {}

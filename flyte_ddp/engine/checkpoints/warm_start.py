@@ -34,10 +34,10 @@ JUDGED_ON = {("data",), ("settings", "validation_fraction")}  # these decide on 
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a file is a complete checkpoint of this package, of any version.
+    """Return whether a file is a checkpoint of this package, of any version. Its checksum is not verified.
 
     A dict with a format number is a checkpoint, even if this version cannot read that format. A file of weights alone,
-    and a file that torch cannot load, give False.
+    the manifest of a sharded checkpoint, and any other file that torch cannot load give False.
 
     Raises:
         InputError: The file is missing or may not be read.
@@ -54,7 +54,11 @@ def names_in_checkpoint(path: Path) -> set[str]:
 
 
 def _open(path: Path) -> Any:
-    """Return the content of a file, whose tensors are mapped; None if torch cannot load it. Raises InputError."""
+    """Return the content of a file, whose tensors are mapped; None if torch cannot load it.
+
+    Raises:
+        InputError: The file is missing or may not be read.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
@@ -112,7 +116,7 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
 
     The weights, the optimizer's state and the position in the training come from the checkpoint. The optimizer's
     hyperparameters, the learning rates and the schedule are this training's own. The best epoch so far is forgotten if
-    this training chooses the best by another measure or on other samples.
+    this training chooses the best by another measure or on other samples. Each rank reads the file by itself.
 
     Args:
         state: the state of this training, which is overwritten.
@@ -127,8 +131,9 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
     Raises:
         CheckpointError: The file is damaged, of another format or recipe, or its network had other frozen weights from
             model(), which checkpoints leave out.
-        InputError: The network or the optimizer differs, or no epoch is left to train. A checkpoint from within an
-            epoch also needs the same measures, settings and data.
+        InputError: The network or the optimizer differs, no epoch is left to train, or init_leave_out is set and the
+            other training had not the same. A checkpoint from within an epoch also needs the same measures, settings
+            and data.
     """
     content = read_checkpoint(path, {"recipe": job.recipe})
     saved, other_identity = content["state"], content["identity"]
@@ -156,7 +161,7 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
     continued = {
         **saved,
         "average": {**(saved["average"] or saved["model"]), **frozen},  # it shares what is frozen with the network
-        "optimizer": _optimizer(state.optimizer, saved["optimizer"], rates),
+        "optimizer": _merge_optimizer_states(state.optimizer, saved["optimizer"], rates),
         "schedule": {**fresh["schedule"], "last_epoch": position, "_step_count": position + 1, "_last_lr": rates},
         "progress": progress if step else {**progress, **{name: fresh["progress"][name] for name in NEW_WITH_EPOCH}},
         "choice": saved["choice"] or fresh["choice"],
@@ -231,12 +236,16 @@ def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any]
 def freeze(model: nn.Module, patterns: str) -> str:
     """Freeze the parameters that the patterns name, alone or by their layer, and return a remark with their names.
 
-    The patterns (fnmatch) are separated by commas. A batch norm layer whose parameters are all frozen, or that has none
-    and is in a layer that a pattern names, keeps its running statistics, too: a hook sets the layer to evaluation mode
-    before each forward pass.
+    Some batch norm layers keep their running statistics, too: those whose parameters are all frozen, by a pattern or
+    before, and those without parameters in a layer that a pattern names. A hook sets them to evaluation mode before
+    each forward pass.
+
+    Args:
+        model: the network, which is changed.
+        patterns: patterns (fnmatch) of names, separated by commas.
 
     Raises:
-        InputError: A pattern matches nothing.
+        InputError: A pattern matches no parameter.
     """
     named = split_patterns(patterns)
     names = matching("freeze", named, [name for name, _ in model.named_parameters()])
@@ -291,12 +300,17 @@ def _matches(name: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(layer, pattern) for layer in layers)
 
 
-def _optimizer(optimizer: Optimizer, saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
-    """Merge another training's optimizer state with this training's hyperparameters and new learning rates.
+def _merge_optimizer_states(optimizer: Optimizer, saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
+    """Merge another training's optimizer state with this training's hyperparameters, and return a state dict.
 
-    The result is an optimizer's state dict. The state, such as Adam's moments, comes from `saved`, and is not copied.
-    Hyperparameters come from `optimizer`: what its class, or one that the class is derived from, takes as an argument.
-    Other options of a group, in which some optimizers count their steps, are state.
+    The state, such as Adam's moments, comes from `saved`, and is not copied. Hyperparameters come from `optimizer`:
+    what its class, or one that the class is derived from, takes as an argument. Other options of a group, in which some
+    optimizers count their steps, are state.
+
+    Args:
+        optimizer: this training's optimizer, which is not changed.
+        saved: the state dict of the other training's optimizer.
+        rates: the learning rate of each group, which replaces both optimizers' own.
 
     Raises:
         InputError: The two have different numbers of groups, or groups with different numbers of parameters or

@@ -37,8 +37,8 @@ def make_checkpoints(
 ) -> "CheckpointWriter | None":
     """Return the object that writes this rank's checkpoints; a collective if the network is sharded.
 
-    Without sharding, rank 0 writes a single file, and other ranks have no writer. With sharding, each rank writes its
-    own rows. Only one of several ranks with the same rows writes them.
+    Without sharding, rank 0 writes a single file, and other ranks get None. With sharding, each rank gets a writer of
+    its own rows. Only one of several ranks with the same rows writes them.
 
     Args:
         state: the state of the training; only its network is looked at.
@@ -46,6 +46,9 @@ def make_checkpoints(
         emit: gets an event for each checkpoint that was written or has failed.
         job: says where checkpoints go, and how often. With sharding that is the job's storage, if it has one, or else a
             folder that the ranks share.
+
+    Raises:
+        InputError: The network is sharded over several hosts, and they do not share the folder. All ranks raise it.
     """
     if not is_sharded(state.model):
         return make_whole_checkpoints(environment, emit, job)
@@ -82,7 +85,8 @@ def begin_file(
     Args:
         path: the checkpoint's file.
         room: the buffers for a GPU's copies in the host's memory. Pass an empty dict first, and the same dict for each
-            later checkpoint, which overwrites the copies there. On a CPU the dict is not used.
+            later checkpoint. That overwrites the copies, so the function returned before must have ended. On a CPU the
+            dict is not used.
         content: the content of the checkpoint.
         device: the training's device. On a CPU, the copy is a temporary file beside the path.
 
@@ -139,8 +143,8 @@ class CheckpointWriter:
     def save(self, state: Resumable, is_last: bool = False) -> None:
         """Wait until the previous checkpoint is written, copy the state, and start a thread that writes the copy.
 
-        The thread emits an event that says whether the checkpoint was written. If the copy fails with an OSError, save
-        emits CheckpointFailed and returns: nothing is written, and training goes on.
+        If the network is sharded, this is a collective. The thread emits CheckpointWritten or CheckpointFailed. If the
+        copy fails with an OSError, save emits CheckpointFailed and returns: nothing is written, and training goes on.
 
         Args:
             state: the state of the training.
