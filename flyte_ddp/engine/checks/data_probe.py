@@ -58,8 +58,8 @@ class Fault(Enum):
 def find_unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     """Return a sentence for each reason why samples differ between ranks, or between two readings; a collective.
 
-    All ranks get the same list; it is empty if no sample differs. A sentence names all splits with that reason. Of
-    several reasons, only the first counts for a split.
+    A few samples of each split are read. All ranks get the same list; it is empty if none of these differ. A sentence
+    names all splits with that reason. Of several reasons, only the first of Fault counts for a split.
 
     Args:
         owner: the place in the user's code that the samples come from, with which each sentence begins.
@@ -121,8 +121,8 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
 def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
     """Read samples twice, then in another order, and return why the readings differ, and a remedy.
 
-    The other order is read by two loader workers at once, if the split has loader workers. A split in memory is not
-    read: the result is None and "".
+    The other order is read by two loader workers at once, if the split has loader workers. Only a Dataset is read; for
+    data in memory or in blocks, the result is None and "".
 
     Args:
         split: the split.

@@ -21,7 +21,7 @@ def try_evaluation(evaluation: Trials, split: Split, is_mixed: bool) -> None:
     """Raise InputError for what would fail, or depend on how samples are divided, in an evaluation or at the end.
 
     Args:
-        evaluation: the trials of the evaluation. All of their samples have been computed last.
+        evaluation: the trials of the evaluation. Call this right after the trial of all samples.
         split: the test split.
         is_mixed: whether evaluations pair outputs with other samples, to estimate the loss of guessing.
     """
@@ -32,7 +32,7 @@ def try_evaluation(evaluation: Trials, split: Split, is_mixed: bool) -> None:
 
 
 def _refuse_moving_buffers(evaluation: Trials) -> None:
-    """Raise InputError if the last trial evaluation has changed a buffer of the state_dict, with virtual ranks.
+    """Raise InputError if, with virtual ranks, the last trial has changed a buffer that is in the state_dict.
 
     Without virtual ranks nothing is refused. With them, the number of ranks decides how often an evaluation would
     change the buffer, so the resulting bits would depend on it.
@@ -97,7 +97,8 @@ def _refuse_uneven_rows(evaluation: Trials, split: Split, is_mixed: bool) -> Non
 
     The longest sample of a batch decides how far the batch is padded. Two batches are tried: the longest sample of the
     batch that is padded least, and that of the batch that is padded most, each repeated to fill a batch. Nothing is
-    tried if the recipe has no lengths or no predictions.
+    tried if the recipe has no lengths or no predictions. Samples that come padded, such as tensors in memory, are not
+    cut in these trials, which then find nothing.
     """
     recipe = evaluation.recipe
     lengths = get_lengths(split)

@@ -25,7 +25,8 @@ def find_held_generators(dataset: Any) -> dict[str, bytes]:
     """Find the random generators of NumPy, Python and torch in an object's attributes, and in the attributes of these.
 
     Args:
-        dataset: the object. About 1,000 inner objects are searched, the nearest first.
+        dataset: the object. At most MOST objects are searched, itself included, the nearest first; of each dict, list
+            and tuple, the first MOST_ITEMS items.
 
     Returns:
         The state of each generator as bytes, by the code that seeds it, such as self.rng.manual_seed(...). The nearest

@@ -38,9 +38,9 @@ PIECE = 7  # numbers of a piece of a tensor that is cut: fewer than a processor 
 def try_optimizer(recipe: Recipe, model: nn.Module, steps: int) -> list[str]:
     """Check that the recipe's optimizer and schedule can step, and that a resumed training would lose nothing.
 
-    The optimizer's steps change weights and gradients. A sharded network's optimizer makes one step only, and its state
-    is not checked. With virtual ranks, the optimizer and the schedule must not depend on the rank or the number of
-    ranks.
+    The optimizer's steps change weights and gradients, and the checks seed the global random generators. A sharded
+    network's optimizer makes one step only, and its state is not checked. With virtual ranks, the optimizer and the
+    schedule must not depend on the rank or the number of ranks.
 
     Args:
         recipe: the recipe.
@@ -156,10 +156,12 @@ def _step_on(kind: Any, options: dict[str, Any], numbers: Tensor, gradients: lis
 def numbers_outside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
     """Return the numbers in an optimizer's own attributes, which its state_dict may lack.
 
-    The attributes state, param_groups and defaults are skipped, and so are private ones. A bool is not a number here.
+    The attributes state, param_groups and defaults are skipped, and so are private ones. Numbers in dicts, lists and
+    tuples count, those in other objects don't. A bool is not a number here.
 
     Returns:
-        For each attribute with numbers, by its name: a list of them, with a digest of its bits in place of each tensor.
+        A list for each attribute with numbers, by the attribute's name: its numbers, and a digest in place of each
+        tensor.
     """
     found = {}
     for name, value in vars(optimizer).items():
@@ -204,8 +206,8 @@ def _some_rates(recipe: Recipe, steps: int) -> list[float]:
 def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
     """Raise InputError if optimizer() or lr_lambda() depends on the rank or the number of ranks.
 
-    The two methods are called as on a single rank and as on rank 1 of 2. The hyperparameters of the optimizer's groups
-    and some of the schedule's factors must be equal.
+    The two methods are called as on a single rank and as on rank 1 of 2, after the global random generators are seeded
+    alike. The hyperparameters of the optimizer's groups and some of the schedule's factors must be equal.
     """
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
@@ -280,7 +282,8 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
     """Raise InputError if an optimizer that has loaded its state_dict continues with other bits than without a break.
 
     One optimizer makes STEPS[0] steps. Its state is copied, and it makes STEPS[1] more. A second optimizer loads the
-    copy and repeats these last steps from the same weights. The check changes weights and gradients.
+    copy and repeats these last steps from the same weights. The check changes weights and gradients, and seeds the
+    global random generators.
 
     Only weights that have a gradient are stepped. In a large network they are the smallest ones, with at most
     MOST_NUMBERS numbers together. Nothing is checked if the state has more than MOST_STATE numbers, since memory may be
@@ -288,7 +291,7 @@ def _refuse_lost_state(recipe: Recipe, model: nn.Module, what: str, lost: Sequen
 
     Args:
         recipe: the recipe.
-        model: the network, which is not sharded.
+        model: the network, which is not sharded, with the gradients of a step.
         what: the optimizer's place and class, for the message.
         lost: the attributes that a state_dict does not restore, for the message.
     """

@@ -272,8 +272,8 @@ def _refuse_reentrant(training: Trials) -> None:
 def _refuse_unreached(training: Trials, split: Split) -> None:
     """Raise InputError if a trained parameter gets no gradient (None, not 0) from up to MORE_SAMPLES samples.
 
-    A few samples need not reach every parameter, such as those of an expert. So more samples are tried, PART at a time,
-    until each parameter has had a gradient. Afterwards the network has the gradients of the last of these trials.
+    A few samples need not reach every parameter: only some reach a certain expert. So more samples are tried, PART at a
+    time, until each parameter has had a gradient. Afterwards the network has the gradients of the last of these trials.
 
     Args:
         training: the trials of the training. Call this function right after one of them: its gradients count, too.
@@ -299,7 +299,7 @@ def _has_unused(training: Trials) -> bool:
     """Return whether a step on a single sample leaves a trained weight without a gradient.
 
     Call it right after training(0, 1), the trial of one sample with seed 0: its gradients are looked at first. If the
-    network draws random numbers, other seeds are tried until a weight has no gradient.
+    trial of all samples has drawn random numbers, up to SEEDS seeds are tried until a weight has no gradient.
     """
     for seed in range(1, SEEDS if training.whole.has_drawn else 1):
         if training.network.unreached():
@@ -327,8 +327,8 @@ def _refuse_uneven_units(training: Trials, one: Trial) -> None:
 def _refuse_unsteady(training: Trials) -> None:
     """Raise InputError if a method of the recipe returns other values when the same trial step is computed again.
 
-    A checkpoint lacks what makes such a method differ, so a resumed training would end with other bits. Tensors without
-    dimensions, and tensors whose shape has changed, are not compared.
+    A checkpoint lacks what makes such a method differ, so a resumed training would end with other bits. Differences as
+    small as roundings are allowed. Tensors without dimensions, and tensors whose shape has changed, are not compared.
     """
     whole = training.whole
     again = training()

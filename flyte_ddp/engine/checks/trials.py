@@ -239,7 +239,7 @@ def recording_units(model: nn.Module, trial: Trial) -> Iterator[None]:
     """Record the sharded layers that are called in the block, and the frozen weights that these calls change.
 
     Use this as a context manager. Each call of a layer appends the layer's name to trial.units. The names of the
-    changed weights are added to trial.moved.
+    changed weights are added to trial.moved. Without sharding, nothing is recorded.
 
     Args:
         model: the network.
@@ -271,10 +271,10 @@ def recording_units(model: nn.Module, trial: Trial) -> Iterator[None]:
 
 @contextmanager
 def naming_wrong_dtype(recipe: Recipe, batch: Tree) -> Iterator[None]:
-    """Replace an error of torch about a dtype in the block by an InputError that names the tensor to convert.
+    """Replace a RuntimeError of torch about a dtype by an InputError with the shape of the tensor to convert.
 
     Use this as a context manager. Weights are float32, but NumPy computes in float64, and pictures are uint8. Other
-    errors are passed on unchanged.
+    errors of the block are passed on unchanged.
 
     Args:
         recipe: the recipe, for the message.
@@ -297,7 +297,8 @@ def naming_wrong_dtype(recipe: Recipe, batch: Tree) -> Iterator[None]:
 def as_input_error(what: str, remedy: str) -> Iterator[None]:
     """Replace any Exception in the block by an InputError "{what} ({type and first line of the error}): {remedy}".
 
-    Use this as a context manager. An error that says that memory was too short is passed on unchanged.
+    Use this as a context manager. An InputError of the block is replaced, too. An error that says that memory was too
+    short is passed on unchanged.
 
     Args:
         what: says what has failed.
