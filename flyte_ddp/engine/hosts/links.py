@@ -77,8 +77,13 @@ def slowest_links(hosts: Sequence[str], speeds: Sequence[float]) -> dict[tuple[s
 def _measure_speed(rings: Sequence[Sequence[int]], rank: int, device: torch.device) -> float:
     """Measure the speed from this rank to the next rank of its ring, in GB/s; a collective of all ranks.
 
-    Neighbours exchange a message in one of three turns, ROUNDS times. The fastest exchange counts. The result is 0 if
-    the rank is alone in its ring.
+    There are three turns, so that no rank exchanges messages with both neighbours at once. In its turn, a link is used
+    ROUNDS times, and the fastest exchange counts. The result is 0 if the rank is alone in its ring.
+
+    Args:
+        rings: the ranks of each ring. Each rank is in one ring.
+        rank: this rank.
+        device: the device that sends and receives.
     """
     if all(len(ring) < 2 for ring in rings):
         return 0.0

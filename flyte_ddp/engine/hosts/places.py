@@ -130,7 +130,8 @@ def measure_memory(device: torch.device) -> dict[str, float]:
 
     Returns:
         "GiB of memory" is all that this process may use, whether free or not: the host's memory or the lowest limit.
-        "GiB of /dev/shm" is its size. "free GiB of GPU memory" is what is free now, plus what torch has reserved.
+        "GiB of /dev/shm" is its size. "free GiB of GPU memory" is what is free now, plus what torch has reserved in
+        this process.
     """
     found = {"GiB of memory": usable_memory() / GIB}
     with suppress(OSError):
@@ -194,8 +195,8 @@ def describe_machine(places: Sequence[Place], precision: str, options: RunOption
     """Return what all ranks together run on, and what else a result's bits may depend on, as plain values by name.
 
     Returns:
-        "hardware" (each kind of processor once), "torch" (the version), "precision", "ranks" and "threads" (their
-        numbers), "sharding" and "compile" (the options).
+        "hardware" (each kind of processor once), "torch" (this process's version), "precision", "ranks" (their number),
+        "threads" (torch's in this process), "sharding" and "compile" (the options).
     """
     return {
         "hardware": " and ".join(dict.fromkeys(place.hardware for place in places)),
@@ -214,15 +215,16 @@ def add_machine(
     """Add the present machine to those that a training has run on, and return remarks on what has changed.
 
     Args:
-        ran_on: the machines until now, as describe_machine() returned them. A machine equal to the one before it is not
-            in the list.
+        ran_on: the machines until now, as describe_machine() returned them, the latest last; empty at the start of a
+            training. It is not changed.
         now: the present machine.
         virtual_ranks: the setting, with which the number of ranks does not change the result. None if it cannot be set,
             as under Lightning.
 
     Returns:
-        A new list that ends with the present machine, which is not listed twice in a row. And a remark for the user on
-        other hardware than before, and one on another number of ranks, unless virtual_ranks are set.
+        Two lists. The first is ran_on and the present machine, unless it is equal to the latest one. The second has
+        remarks for the user: one if the hardware is other than before, and one if the number of ranks is and
+        virtual_ranks are not set.
     """
     if not ran_on or ran_on[-1] == now:
         return [*ran_on[:-1], now], []

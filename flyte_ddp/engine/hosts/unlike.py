@@ -43,12 +43,12 @@ def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
     The list is empty if all are alike.
 
     Args:
-        places: the host and device of each rank.
+        places: what measure_places() has returned. All ranks have the same, so all return or raise the same.
         options: the options. With odd_hosts "refuse", any such sentence becomes an error.
 
     Raises:
-        RecoverableError: There is a sentence, and options.odd_hosts is "refuse". The error has the names of the hosts
-            with odd hardware.
+        RecoverableError: There is a sentence, and options.odd_hosts is "refuse". Its bad_hosts are those of
+            list_bad_hosts().
     """
     odd = [*_other_facts(places), *_low_figures(places), *_slow_links(places), *_other_clocks(places)]
     advised = [f"{reason}: an odd host may fail, or be slow; give the training hosts alike" for reason in odd]
@@ -62,9 +62,9 @@ def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
 def list_bad_hosts(places: Sequence[Place]) -> list[str]:
     """Return the hosts whose own hardware is odd, each once.
 
-    A host is odd if its memory or the speed of a GPU is far below the median, if a GPU's matrix product differs from
-    most GPUs of its kind, or if a GPU slows itself down. Differing versions, clocks, links between hosts and free disk
-    space do not count.
+    A host is odd if one of FIGURES is far below the median: its memory or /dev/shm, a GPU's free memory or speed, or a
+    link between GPUs of the host. It is odd, too, if a GPU's matrix product differs from that of most GPUs of its kind,
+    or if a GPU slows itself down. Differing versions, clocks, links between hosts and free disk space do not count.
     """
     ranks = [rank for rank, place in enumerate(places) if place.slow_by]
     for name in FIGURES:
@@ -128,6 +128,10 @@ def _other_clocks(places: Sequence[Place]) -> Iterator[str]:
 def find_wrong_products(places: Sequence[Place], products: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the ranks whose product of matrices, by its digest, differs from that of most GPUs of the same kind.
 
+    Args:
+        places: the place of each rank, which says of which kind its GPU is.
+        products: the digest of each rank's product; 0 on CPUs.
+
     Yields:
         (odd, others) for each kind of GPU whose products differ. others are the ranks with the product that more than
         half of the kind have, and odd are the rest. Without such a product, odd are all ranks of the kind, and others
@@ -146,7 +150,7 @@ def split_by_majority(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
     """Divide ranks by whether they have the value that more than half of the ranks have.
 
     Args:
-        values: a value for each rank.
+        values: a value for each rank; at least one.
 
     Returns:
         The ranks with another value, and the ranks with the common value. If all values are equal, the first list is
