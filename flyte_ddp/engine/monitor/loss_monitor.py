@@ -53,9 +53,9 @@ class LossMonitor:
 
         Steps are collected into windows of at least WINDOW samples, and the mean loss of each window is compared with
         the lowest mean of the windows before it. The loss has leapt if it is higher by more than LEAP times
-        constant_loss or, if constant_loss is 0 (unknown), LEAP times the first window's mean. After a leap, only
-        windows from that one on are compared, so that a leap is reported once. The warning is also added to `warnings`;
-        the caller emits it.
+        constant_loss or, if constant_loss is 0 (unknown), LEAP times the absolute value of the first window's mean.
+        After a leap, only windows from that one on are compared, so that a leap is reported once. The warning is also
+        added to `warnings`; the caller emits it.
 
         Args:
             epoch: the epoch, from 0.
@@ -88,14 +88,15 @@ class LossMonitor:
     def after_evaluation(self, finished: EpochFinished, step: int, guessing_loss: float = 0.0) -> list[NotLearning]:
         """Record whether an evaluation's loss is no better than guessing, and return a warning if it newly is.
 
-        A positive loss is no better than guessing if it is at least GUESSING times constant_loss, the loss of one
-        prediction for all samples. Nothing is recorded in the first epochs, which may be that bad.
+        The loss of guessing is constant_loss, that of one prediction for all samples. A loss is no better if it is
+        higher, or lower by at most 1 - GUESSING of the absolute value. Nothing is recorded in the first epochs, which
+        may be that bad.
 
         Args:
             finished: the evaluation, with a loss.
             step: the number of the epoch's steps so far.
-            guessing_loss: replaces constant_loss if that is unknown: the mean loss of outputs paired with other
-                samples; 0 if it is unknown, too. Then nothing counts as guessing.
+            guessing_loss: the mean loss of outputs paired with other samples, which replaces constant_loss if that is
+                unknown (0). If both are 0, nothing counts as guessing.
 
         Returns:
             The warning in a list. An empty list if the loss is better, or if the evaluation before was no better,
@@ -116,9 +117,16 @@ class LossMonitor:
         return self.record(finished.epoch, step, [reason])
 
     def warn_of_not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
-        """Record and return a warning of each measure that is NaN or infinite on a split, once for measure and split.
+        """Record and return a warning of each measure that is not finite on a split, once for measure and split.
 
-        The names are others than the loss. `position` is the number of epochs that have been trained, with fractions.
+        Args:
+            names: the measures that are NaN or infinite there, without the loss.
+            split: the name of the split.
+            position: the number of epochs that have been trained, with fractions.
+            step: the number of the epoch's steps so far.
+
+        Returns:
+            The new warnings, which the caller emits.
         """
         new = [name for name in names if f"{split} {name}" not in self.broken]
         self.broken += [f"{split} {name}" for name in new]
@@ -130,7 +138,10 @@ class LossMonitor:
         return self.record(_epoch(position), step, reasons)
 
     def warn_of_no_weights(self, split: str, position: float, step: int) -> list[NotLearning]:
-        """Record and return a warning, once for each split, that none of the split's samples counts for the loss."""
+        """Record and return a warning, once for each split, that none of the split's samples counts for the loss.
+
+        The arguments are those of warn_of_not_finite(). The list is empty if the split has had this warning.
+        """
         if f"{split} loss" in self.broken:
             return []
         self.broken.append(f"{split} loss")

@@ -64,7 +64,8 @@ class StepClock:
     def timed(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
         """Yield each step's batches for this rank, and count the time to fetch them as waiting for data.
 
-        The clock begins anew. The time between the end of a step and the next fetch counts as OTHER.
+        When the first step is asked for, the clock begins anew. The time between the end of a step and the next fetch
+        counts as OTHER.
         """
         self._marks.clear()
         self._set_to_zero()
@@ -87,7 +88,8 @@ class StepClock:
 
         Returns:
             (ranks, 4) float64, the same on all ranks: seconds of waiting for data (DATA), of computing (COMPUTING) and
-            of waiting for other ranks (WAITING), and the number of samples.
+            of waiting for other ranks (WAITING), and the number of samples that the rank has computed, with borrowed
+            ones.
         """
         self._add_up()
         local = torch.zeros(distributed.get_world_size(), 4, dtype=torch.float64)

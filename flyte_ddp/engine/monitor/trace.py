@@ -58,7 +58,8 @@ class Trace:
     def begin(self, networks: Mapping[str, nn.Module], epoch: int, step: int, steps_per_epoch: int) -> None:
         """Begin a step. If the step is one that is traced, rank 0 digests the weights and buffers.
 
-        Every n-th step of the training is traced, with the n of this Trace. In other steps, nothing is recorded.
+        Traced are the steps whose number in the whole training is a multiple of this Trace's `every`. In other steps,
+        nothing is recorded.
 
         Args:
             networks: the networks, by the prefix of their names in the trace.
@@ -139,7 +140,7 @@ class Trace:
                 self._gradients[name] = self._digest(weight.grad) + 3 * self._gradients.get(name, 0)
 
     def end(self) -> None:
-        """End a step, and if it is traced, write all ranks' digests to the trace file; a collective.
+        """End a step, and if it is traced, write all ranks' digests to the trace file; a collective in traced steps.
 
         Rank 0 appends one line of JSON. In a step that is not traced nothing is written. If the file cannot be written,
         rank 0 prints that to standard error, and training goes on.
