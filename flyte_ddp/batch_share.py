@@ -47,7 +47,7 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, size: int) -> Tensor:
-        most, slots = _places(size, local.device)
+        most, slots = _find_slots(size, local.device)
         ctx.arguments = len(local), size
         gathered = local.new_empty(distributed.get_world_size() * most, *local.shape[1:])
         distributed.all_gather_into_tensor(_bytes(gathered), _bytes(_padded(local, most, slice(len(local)))))
@@ -66,7 +66,7 @@ class _AddRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, count: int, size: int) -> Tensor:
-        most, slots = _places(size, rows.device)
+        most, slots = _find_slots(size, rows.device)
         ctx.size = size
         local = rows.new_empty(most, *rows.shape[1:])
         distributed.reduce_scatter_tensor(local, _padded(rows, distributed.get_world_size() * most, slots))
@@ -89,19 +89,19 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
     return padded
 
 
-def _places(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """Return how many rows each rank sends in a gather, and where each row of the batch is among the rows sent.
+def _find_slots(size: int, device: torch.device) -> tuple[int, Tensor]:
+    """Return how many rows each rank sends in a gather, and where each row of the global batch is among all rows sent.
 
-    All ranks send equally many rows, in the order of the ranks. A rank that has one row less adds a row of padding at
-    its end, to which no index points.
+    Nothing is sent here. All ranks send equally many rows, and the ranks' rows follow one another in the order of the
+    ranks. A rank that has one row less sends a row of padding after its own. No index points to padding.
 
     Args:
         size: the number of rows of the global batch.
         device: the device for the result.
 
     Returns:
-        The number of rows each rank sends, with padding; and (size,) int64, an index into all rows sent for each row of
-        the batch.
+        The number of rows that each rank sends, padding included. And (size,) int64, for each row of the global batch
+        its index among the rows that all ranks send.
     """
     world_size = distributed.get_world_size()
     rows = torch.arange(size, device=device)

@@ -99,9 +99,9 @@ class NonFiniteError(ArithmeticError):
 
         Args:
             what: "loss", "gradient" or "a weight". After the first two, the weights are still those before the step.
-            ranks: the ranks that found it.
-            epoch: from 0.
-            step: within the epoch, from 0.
+            ranks: the ranks on which the value is not finite.
+            epoch: the number of the epoch, from 0.
+            step: the number of the step within the epoch, from 0.
         """
         causes = {
             "loss": "broken values in the data",
@@ -117,7 +117,10 @@ class NonFiniteError(ArithmeticError):
     def in_evaluation(cls, value: float, split: str, epochs: float) -> "NonFiniteError":
         """Build the error for an evaluation whose loss, of the whole split, is NaN or infinite.
 
-        `epochs` is how many epochs had been trained, which need not be a whole number.
+        Args:
+            value: the loss.
+            split: the name of the split.
+            epochs: how many epochs had been trained, which need not be a whole number.
         """
         return cls(
             f"the loss on the {split} split is {value:g} after epoch {counted(epochs)}, although training had finite "

@@ -330,7 +330,10 @@ def tell(observer: object, event: Any) -> None:
 
 
 def forward_to_all(*listeners: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a function that passes each event to all listeners, in their order."""
+    """Return a function that passes each event to all listeners, in their order.
+
+    If a listener raises an error, the function raises it, and the later listeners do not get the event.
+    """
 
     def forward(event: Any) -> None:
         for listener in listeners:

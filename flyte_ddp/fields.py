@@ -130,8 +130,8 @@ class Settings(DataClassJsonMixin):
             _: accepted and ignored, as dataclasses_json passes options.
 
         Raises:
-            InputError: The text is not a JSON object, has an unknown or repeated name, or a value breaks its field's
-                rules.
+            InputError: The text is not a JSON object, has an unknown or repeated name, or lacks a field that has no
+                default; or a value breaks its field's rules.
         """
         try:
             values = read_json(s)
@@ -217,7 +217,7 @@ def describe_fields(kind: type[Settings]) -> dict[str, str]:
 
 
 def _check_declaration(kind: type[Settings]) -> None:
-    """Raise InputError if a field of a settings class, or of its bases, is declared such that dataclasses ignores it.
+    """Check that dataclasses ignores no field that a settings class, or one of its bases, declares.
 
     Raises:
         InputError: A class declares fields without the decorator @dataclass(frozen=True), or gives a field a new

@@ -19,10 +19,11 @@ class HeldError(Exception):
 
 @contextmanager
 def held(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock, a file in it, while the block runs. Never waits for the lock.
+    """Hold a folder's lock, the file .lock in the folder, while the block runs; a context manager.
 
-    The file has this process's id and host, for the message to others, and is removed at the end. The operating system
-    releases the lock when this process ends in whatever way, even if children of the process live on.
+    If somebody else holds the lock, HeldError is raised at once. The file has this process's id and host, for the
+    message to others. The file is removed at the end of the block. The operating system releases the lock when this
+    process ends in whatever way, even if children of the process live on.
 
     Yields:
         True, or False if the file system has no locks: then nothing keeps other processes out.
@@ -53,11 +54,12 @@ def held(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
-    """Create the file at the path if there is none, and lock it while the block runs. Never waits for the lock.
+    """Create the file at the path if there is none, and lock it while the block runs; a context manager.
 
-    Only other processes are kept out. A second block of this process for the same path would succeed, and release the
-    lock at its end. The file stays. If the previous holder removes the file meanwhile, the path is opened again, since
-    a lock on a removed file would keep nobody out.
+    If another process has the lock, HeldError is raised at once. Only other processes are kept out: a second block of
+    this process for the same path would succeed, and release the lock at its end. The file is not removed. If the
+    previous holder removes the file meanwhile, the path is opened again, since a lock on a removed file would keep
+    nobody out.
 
     Yields:
         The open file, and whether the file is locked: False if the file system has no locks.

@@ -12,11 +12,15 @@ from flyte_ddp.fields import read_json, refuse_repeated
 
 
 def read_settings(text: str) -> Any:
-    """Parse settings as a user gives them: JSON if the text begins with { or [, else the path of a file.
+    """Parse settings as a user gives them, and return the value, which may be of any type.
 
-    The file is JSON if it is named *.json, and YAML if not. Returns what the text or file says, of any type. Raises
-    InputError, with the place and the reason, if the file cannot be read, or its content cannot be parsed or repeats a
-    key.
+    Args:
+        text: JSON if it begins with { or [, otherwise the path of a file. The file is JSON if it is named *.json, and
+            YAML if not.
+
+    Raises:
+        InputError: The file cannot be read, or the JSON or YAML cannot be parsed or repeats a key. The message has the
+            place and the reason.
     """
     try:
         is_file = text.lstrip()[:1] not in ("{", "[")

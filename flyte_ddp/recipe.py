@@ -193,7 +193,12 @@ class Recipe:
         return load_weights(self.initial_model(), path, called, remedy).eval()
 
     def initial_model(self) -> nn.Module:
-        """Return model() as a training first has it. No file stores what model() draws and freezes."""
+        """Return a new network from model(), with the values that it has before a training loads or changes any.
+
+        model() draws by settings.seed. So the weights that model() freezes, which no file has, come out as in the
+        training. Afterwards the global generators of Python, NumPy and torch on the CPU are put back. The generators of
+        GPUs stay seeded.
+        """
         states = python_random.getstate(), np.random.get_state()
         try:
             with torch.random.fork_rng(devices=()):
@@ -212,7 +217,7 @@ class Recipe:
             One of these. Tensors and arrays, single or in tuples, lists and dicts, which are kept on the device. Memory
             maps (numpy.memmap), which stay on disk and are read batch by batch. A torch Dataset with a length, which is
             read sample by sample by options.loader_workers processes per rank. Blocks, which are fetched from a storage
-            as they are needed.
+            as they are needed. All ranks must return the same samples.
         """
         raise _undefined(self, "data(split)")
 
@@ -268,7 +273,8 @@ class Recipe:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return an optimizer of torch.optim whose step needs no closure and takes dense gradients.
 
-        All but LBFGS and SparseAdam are such. The engine normalises, clips and checks the gradients, and restores the
+        All but LBFGS and SparseAdam are such. By default it is a fused AdamW with settings.learning_rate, or 1e-3 if
+        the settings have no learning_rate. The engine normalises, clips and checks the gradients, and restores the
         optimizer on resume. A hook on the optimizer sees these gradients. A hook on a weight, or on an activation, sees
         others: they are of the sum over this rank's samples, times the number of ranks.
         """
@@ -301,18 +307,18 @@ class Recipe:
     def all_gather(self, local: Tensor) -> Tensor:
         """Gather rows of the whole global batch, with gradients, for losses that compare samples with one another.
 
-        All ranks must call it. The rank's first sample is row self.share.first of the result. With virtual ranks the
-        method must be called once in every step, in measure().
+        All ranks must call it. With virtual ranks the method must be called once in every step, in measure(). In a
+        process without other ranks, as for predictions, the result is `local` itself.
 
         Args:
             local: (n, ...), a row for each of this rank's samples.
 
         Returns:
-            (N, ...), the rows of all ranks.
+            (N, ...), the rows of all ranks. This rank's first sample has row self.share.first.
 
         Raises:
-            InputError: local does not have a row for each sample, or, with virtual ranks, the first step did not call
-                the method.
+            InputError: local does not have a row for each sample. Or, with virtual ranks, the first step did not call
+                the method, or measure() calls it twice.
         """
         share = self.share
         if not local.ndim or len(local) != share.count:

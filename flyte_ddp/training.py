@@ -120,8 +120,9 @@ def train(
     Raises:
         InputError: the caller can fix it. For instance, another process trains into `output`, or `output` has the
             checkpoint of another training.
-        RankError: a rank has failed.
+        RankError: a rank has failed. Under a launcher, this rank's own errors are raised as they are instead.
         PreemptedError: the process has received a SIGTERM.
+        KeyboardInterrupt: the user has pressed Ctrl-C.
     """
     show_output()
     if not isinstance(settings, TrainingSettings):
@@ -160,7 +161,9 @@ def train(
 
 @contextmanager
 def locked_output(folder: Path) -> Iterator[None]:
-    """Keep other processes from training into the folder while the block runs, by a lock.
+    """Keep other processes from training into the folder while the block runs, by a lock; a context manager.
+
+    If the folder's file system has no locks, nothing keeps them out.
 
     Raises:
         InputError: another process trains into the folder, or the folder cannot be written to.
@@ -187,9 +190,9 @@ def run_in(
     """Run a job whose files are all in one folder, tell the user and the observers, and return the outputs.
 
     Before this call, the caller locks the folder by locked_output(), and makes the job by job_in(). The job continues
-    from a checkpoint that an earlier attempt has left in the folder. Before the training, temporary files that killed
-    processes have left there are removed. After a success, the checkpoint is removed. Under a launcher every rank calls
-    this function, and the first rank alone removes files.
+    from a checkpoint that an earlier attempt has left in the folder. Without options.resume, that checkpoint is removed
+    instead. Before the training, temporary files that killed processes have left there are removed. After a success,
+    the checkpoint is removed. Under a launcher every rank calls this function, and the first rank alone removes files.
 
     Args:
         folder: the folder.
@@ -200,8 +203,9 @@ def run_in(
 
     Raises:
         InputError: the caller can fix it.
-        RankError: a rank has failed.
+        RankError: a rank has failed. Under a launcher, this rank's own errors are raised as they are instead.
         PreemptedError: the process has received a SIGTERM.
+        KeyboardInterrupt: the user has pressed Ctrl-C.
     """
     started = time.time()
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
@@ -287,7 +291,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
 
     Raises:
         InputError: nproc or the settings' class cannot be used, or a rank has raised an InputError.
-        RankError: a rank has failed or hangs.
+        RankError: a rank has failed or hangs. Under a launcher, this rank's own errors are raised as they are instead.
         PreemptedError: a signal has asked the training to stop. If this host has a checkpoint, the message names it.
         KeyboardInterrupt: the user has pressed Ctrl-C.
     """

@@ -19,7 +19,9 @@ LEFTOVER_SECONDS = 3600.0
 
 @contextmanager
 def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
-    """Turn each OSError of the block, such as that of a full or read-only disk, into an InputError with the folder.
+    """Turn each OSError of the block, such as that of a full or read-only disk, into an InputError; a context manager.
+
+    The message names the folder, the reason and the variable.
 
     Args:
         directory: the folder that the block writes to.
@@ -84,9 +86,10 @@ def remove_leftovers(directory: str | Path, name: str = "") -> None:
 
 @contextmanager
 def synced_file(path: Path) -> Iterator[io.BufferedRandom]:
-    """Create a file for reading and writing, and wait at the block's end until its content is on disk.
+    """Create and open a file for reading and writing, and wait at the block's end until its content is on disk.
 
-    If the block fails, the file is closed and stays as it is, without that wait: the caller removes it.
+    A context manager, which also closes the file. If the block fails, the file is closed without that wait, and stays
+    at the path: the caller removes it.
 
     Raises:
         FileExistsError: something is at the path already.
@@ -113,7 +116,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`. The file there replaces `path` if the block succeeds, else it is removed."""
+    """Yield a temporary path beside `path`, where the block creates a file; a context manager.
+
+    If the block succeeds, that file replaces the one at `path`. If the block fails, that file is removed.
+    """
     beside = temporary_beside(path)
     try:
         yield beside
@@ -126,9 +132,9 @@ def replacing(path: Path) -> Iterator[Path]:
 def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
     """Open a temporary file for writing and reading, which replaces the file at `path` if the block succeeds.
 
-    The content is on disk before it replaces the earlier file. If the block fails, the temporary file is removed, and
-    the file at `path` stays as it was. So a reader of `path` always finds the whole old content or the whole new
-    content.
+    A context manager. The content is on disk before it replaces the earlier file. If the block fails, the temporary
+    file is removed, and the file at `path` stays as it was. So a reader of `path` always finds the whole old content or
+    the whole new content.
     """
     with replacing(path) as beside, synced_file(beside) as file:
         yield file
@@ -145,11 +151,11 @@ def link_or_copy(file: Path, other: Path) -> None:
 
     Args:
         file: the file.
-        other: the new path. A file that is there already is overwritten, in place.
+        other: the new path. A file that is there already is overwritten in place, so its other names change, too.
 
     Raises:
         FileNotFoundError: the file, or the folder of the new path, is not there.
-        OSError: the copy cannot be written.
+        OSError: the copy cannot be written, or `other` is a name of the same file already.
     """
     try:
         os.link(file, other)
@@ -160,7 +166,7 @@ def link_or_copy(file: Path, other: Path) -> None:
 
 
 def files_below(folder: str | Path) -> Iterator[Path]:
-    """Yield the paths of all files below a folder, and of links that lead nowhere. Follows links to folders.
+    """Yield the paths of all files below a folder, and of links that lead nowhere. Links to folders are followed.
 
     Raises:
         OSError: a folder may not be read.
