@@ -19,7 +19,7 @@ from flyte_ddp.engine.arithmetic import settle_arithmetic
 from flyte_ddp.engine.batches.batches import EvaluationBatches
 from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.engine.checks.trials import choose_tolerance, is_close
-from flyte_ddp.engine.evaluations import gather
+from flyte_ddp.engine.evaluations import gather_rows
 from flyte_ddp.engine.hosts.places import collect_facts, get_uuid, measure_memory, multiply_matrices
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -155,7 +155,7 @@ def exchanged(device: torch.device) -> str:
         expect(torch.equal(GatherRows.apply(rows, 10), rows), f"{kind}: all_gather() changes the rows")
         test = EvaluationBatches(Resident(torch.arange(10), device), 4, 0, 1, mixed=True)
         found, mine = torch.zeros(10, 3, dtype=kind), torch.cat([rows[batch.tree] for batch in test]).cpu()
-        for samples, values in gather(mine, test, device):
+        for samples, values in gather_rows(mine, test, device):
             found[samples] = values
         expect(torch.equal(found, rows.cpu()), f"{kind}: other predictions")
     return f"{len(kinds)} types"

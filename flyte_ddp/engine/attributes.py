@@ -30,9 +30,10 @@ class Attributes:
 
 
 def check_attributes(recipe: Recipe) -> None:
-    """Check each attribute of a recipe against its rule, and convert it to its declared type in place.
+    """Check the attributes of a recipe against their rules, and convert them to their declared types in place.
 
-    Attributes that list names, such as percent or fsdp_units, must be tuples or lists of strings.
+    A whole number such as 8.0 becomes 8, and a NumPy number becomes Python's. Attributes that list names, such as
+    percent or fsdp_units, must be tuples or lists of strings.
 
     Raises:
         InputError: An attribute breaks its rule.

@@ -101,8 +101,9 @@ class Audit:
         of the same part of the global batch, and the bits must be equal: all ranks in the first call, and two ranks
         later.
 
-        If the bits differ, all ranks raise the same error, before the optimizer's step. There is one exception: with
-        `every` = 0, ranks that differ, but compute the same bits each time, get a warning.
+        Afterwards each weight's `grad` has the sum over the global batch. If the bits differ, all ranks raise the same
+        error instead. There is one exception: with `every` = 0, ranks that differ, but compute the same bits each time,
+        get a warning.
 
         Args:
             backward: runs forward and backward passes of the given batches.
@@ -112,11 +113,11 @@ class Audit:
             call: the number of this call within the step, from 0. A GAN has one for each loss.
 
         Returns:
-            The step's totals over all ranks.
+            The sums of measures and requests over all ranks, and the norms of the gradients.
 
         Raises:
             InputError: The code computes other bits each time; or `every` is not 0, and the processors are of several
-                kinds; or computing the part changes a weight, which only the ranks with the change raise.
+                kinds; or computing the part changes a weight on some rank.
             WrongBitsError: Some ranks compute other bits than the others.
         """
         is_due = self.is_due(epoch, step)
@@ -158,12 +159,15 @@ class Audit:
         return torch.stack([compute_sum(weight.detach()) for weight in self._step.module.model.parameters()]).tolist()
 
     def _refuse_moved_weights(self, before: list[int]) -> None:
-        """Raise InputError, naming the weight, if a weight of this rank has changed since its digest was taken.
+        """Check that no weight of any rank has changed since the digests were taken; a collective.
 
         Only digests show a change by weight.data.copy_(), which torch does not record.
 
         Args:
-            before: the digest of each weight before the loss was computed.
+            before: the digest of each of this rank's weights before the loss was computed.
+
+        Raises:
+            InputError: A weight has changed on some rank. All ranks raise the error, which names the weight.
         """
         names = [name for name, _ in self._step.module.model.named_parameters()]
         digests = zip(before, self._digest_weights(), strict=True)
@@ -177,14 +181,14 @@ class Audit:
             )
 
     def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
-        """Judge why digests of a part differ, by repeating its computation on all ranks; a collective.
+        """Judge why digests of a part's gradients differ, by computing them again on all ranks; a collective.
 
-        Each rank also multiplies two matrices, to find a processor that multiplies wrongly. The gradients of the
-        current step are lost.
+        Each rank also multiplies two matrices, to find a processor that multiplies wrongly. Each weight's `grad` is set
+        to zero, so gradients that the step has added up already are lost.
 
         Args:
-            compute: computes the digest of the part's gradients.
-            found: the digests of the part so far, by rank.
+            compute: computes the gradients of the part, and returns their digest.
+            found: the digests so far, by rank. Ranks that have not computed the part are left out.
         """
         ranks = range(len(self._places))
         again = [self._collect_digests(compute, ranks) for _ in range(REPEATS)]
@@ -196,7 +200,10 @@ class Audit:
         return judge(digests, wrong)
 
     def _error(self, verdict: Verdict, epoch: int, step: int) -> Exception:
-        """Return the error to raise for a verdict: InputError if code is to blame, else WrongBitsError."""
+        """Return the error to raise for a verdict: InputError if code is to blame, else WrongBitsError.
+
+        A WrongBitsError has bad_hosts only if the verdict is sure. epoch and step count from 0.
+        """
         if verdict.cause is Cause.CODE:
             return InputError(f"in epoch {epoch + 1}, step {step + 1}, {CODE}")
         if verdict.cause is Cause.RANKS:
@@ -213,9 +220,14 @@ class Audit:
 
         With `every` = 0, there is only a warning, because processors of different kinds may compute different bits.
 
+        Args:
+            verdict: the ranks that differ; its cause is RANKS.
+            epoch: the number of the epoch, from 0.
+            step: the number of the step in the epoch, from 0.
+
         Raises:
-            WrongBitsError: `every` is not 0, and these ranks have the same hardware.
-            InputError: `every` is not 0, and their hardware differs, so audits are impossible.
+            WrongBitsError: `every` is not 0, and the ranks that the verdict names have the same hardware.
+            InputError: `every` is not 0, and the hardware of these ranks differs, so audits are impossible.
         """
         kinds = {self._places[rank].hardware for rank in (*verdict.odd, *verdict.others)}
         if self.every and len(kinds) == 1:
@@ -229,10 +241,15 @@ class Audit:
         self._warn(epoch, step + 1, [reason])
 
     def _send_part(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
-        """Broadcast one part of the global batch from its owner to all ranks, and return a copy; a collective.
+        """Broadcast one part of the global batch to all ranks, and return a copy of the part; a collective.
 
-        Each tensor has the owner's strides on all ranks, because torch chooses kernels by strides. It is on the CPU if
-        it is there on the owner, and otherwise on this rank's device.
+        Each tensor of the copy has the owner's strides on all ranks, because torch chooses kernels by strides. A tensor
+        that the owner has on the CPU is there on all ranks. The other tensors are on each rank's own device.
+
+        Args:
+            shares: this rank's shares of the global batch.
+            part: the number of the part.
+            owner: the rank that has the part among its shares.
         """
         sent: list[Any] = [None]
         if own := next((copied(one) for one in shares if one.share.part == part and self._rank == owner), None):
@@ -254,8 +271,9 @@ def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int
     """Choose a part of a global batch and two ranks that compute it, at random and alike on all ranks.
 
     Returns:
-        A part that has samples; the rank that computes it in the step; and a rank to compare it with. That rank is on
-        another host if there are several hosts, and the same rank if there is only one rank.
+        The number of a part that has samples, the rank that computes the part in the step, and a second rank that
+        computes the part for comparison. The second rank is on another host if there are several hosts. If there is
+        only one rank, both are this rank.
     """
     key = derive_key(Use.AUDIT, train.seed, epoch, step)
     parts = train.parts_with_samples(step)
@@ -267,11 +285,11 @@ def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int
     return part, owner, others[key // len(parts) % len(others)]
 
 
-def judge(digests: Mapping[int, Sequence[int]], find_wrong_products: Collection[int] = ()) -> Verdict:
+def judge(digests: Mapping[int, Sequence[int]], wrong_ranks: Collection[int] = ()) -> Verdict:
     """Judge why ranks have computed different digests of the same thing, and which ranks are to blame.
 
-    A rank is unsteady if its own digests differ. A rank is odd if its usual digest is not that of the majority of
-    ranks. The causes are:
+    Each rank has computed the thing several times. A rank is unsteady if its own digests differ. A rank is odd if its
+    usual digest is not that of the majority of ranks. The causes are:
 
     - PROCESSOR: an odd rank multiplies wrongly. If no rank is odd: an unsteady rank multiplies wrongly, or only one
     rank is unsteady and its usual digest is that of the others. The verdict names these ranks.
@@ -280,12 +298,12 @@ def judge(digests: Mapping[int, Sequence[int]], find_wrong_products: Collection[
 
     Args:
         digests: several digests of each rank, by rank.
-        find_wrong_products: the ranks that have multiplied two matrices wrongly.
+        wrong_ranks: the ranks that have multiplied two matrices wrongly.
     """
     usual = {rank: _usual(own) for rank, own in digests.items()}
     odd, others = split_by_majority(usual)
     unsteady = [rank for rank, own in digests.items() if len({*own}) > 1]
-    wrong = [rank for rank in odd or unsteady if rank in find_wrong_products]
+    wrong = [rank for rank in odd or unsteady if rank in wrong_ranks]
     if wrong or (len(unsteady) == 1 and not odd and None not in usual.values()):
         return Verdict(Cause.PROCESSOR, wrong or unsteady, is_sure=bool(wrong))
     return Verdict(Cause.CODE, unsteady) if unsteady else Verdict(Cause.RANKS, odd, others)

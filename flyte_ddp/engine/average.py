@@ -26,7 +26,9 @@ class Average:
         ExponentialMovingAverage does. Otherwise the average of a short training would mostly be its first weights.
         Integer buffers are copied. Buffers that have changed their shape stay as they are.
 
-        `steps` is the number of steps before this one.
+        Args:
+            model: the network that is trained, whose weights the step has changed.
+            steps: the number of optimizer steps before this one.
         """
         # A state_dict would list tied weights under every name that they have
         own, others = (

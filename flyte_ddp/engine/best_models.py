@@ -124,9 +124,9 @@ class BestModels(Observer):
     def _keep(self, number: int, weights: Weights) -> None:
         """Write the weights of an evaluation to a file, if the evaluation is among the best so far; a collective.
 
-        At most options.keep_best evaluations are among the best. The file of an evaluation that no longer is gets
-        deleted later, after a checkpoint that does not need the file. If rank 0 cannot write a file, CheckpointFailed
-        is emitted and training goes on, with the files that there were before.
+        The best are options.keep_best evaluations at most. So another evaluation may drop out. Its file is deleted
+        later, once a checkpoint is written that does not need the file. If rank 0 cannot write a file, CheckpointFailed
+        is emitted, nothing drops out, and training goes on.
 
         Args:
             number: the number of the evaluation in the training's history, from 0.
@@ -150,7 +150,11 @@ class BestModels(Observer):
     def _best(self, numbers: Iterable[int]) -> list[int]:
         """Return the numbers of the best of these evaluations, options.keep_best at most, the best first.
 
-        The earlier of equals comes first, as BestTracker has it. Evaluations whose measure is not finite are left out.
+        The tracker's measure decides. The earlier of equals comes first, as BestTracker has it. Evaluations whose
+        measure is not finite are left out.
+
+        Args:
+            numbers: the numbers of evaluations in the training's history, from 0, in any order.
         """
         tracker = self._tracker
         history = self._training.progress.history

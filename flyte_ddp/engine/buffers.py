@@ -36,7 +36,7 @@ class Buffers:
         return BufferCopy(self._places, self.now(), self._moving)
 
     def broadcast(self, may_change_shape: bool = False) -> None:
-        """Overwrite the buffers of all ranks with rank 0's; a collective.
+        """Overwrite the buffers, and the frozen weights that forward passes change, with rank 0's; a collective.
 
         A buffer that is in no state_dict and has another shape than at first is a cache, which may have grown on one
         rank alone. It stays as it is, and a tensor of the first shape is sent in its place.

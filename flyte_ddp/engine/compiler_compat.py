@@ -87,8 +87,8 @@ def records_graphs(module: nn.Module) -> bool:
 def allow_compiling(times: int) -> None:
     """Let torch.compile compile the same code up to `times` times, and make it choose kernels deterministically.
 
-    torch.compile runs code uncompiled once its limit is reached. If it chose kernels by measuring them, a step might
-    round differently after a restart.
+    The settings hold for the whole process. torch.compile runs code uncompiled once its limit is reached. If it chose
+    kernels by measuring them, a step might round differently after a restart.
 
     Args:
         times: the limit to set. A higher limit of torch's stays.

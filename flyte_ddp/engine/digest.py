@@ -28,8 +28,8 @@ AT_ONCE = 64  # so many times as many on a GPU
 def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "", device: torch.device = CPU) -> str:
     """Compute a digest of the names, dtypes, shapes and bits of weights; a collective if there is a process group.
 
-    All ranks get the same digest: of rank 0's whole weights, and of all ranks' rows of sharded ones. A network has the
-    same digest whole and sharded. The bits of tied weights count once.
+    All ranks get the same digest. It is of rank 0's weights, and of all ranks' rows of sharded weights. A network has
+    the same digest whole and sharded. The bits of tied weights count once.
 
     Args:
         weights: the weights by name. A sharded weight is a Shard with this rank's rows.
@@ -74,7 +74,8 @@ def _compute_own_sum(value: Tensor | Shard) -> Tensor:
 def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
     """Compute a checksum of a tensor's bits, or of a part of them; the parts' checksums add up to the tensor's.
 
-    It is the sum over the tensor's words of 32 bits of (word + random key of its position) squared.
+    It is the sum over the tensor's words of (word + random key of its position) squared. A word has 32 bits, or the
+    bits of a number that has fewer.
 
     Args:
         numbers: the numbers of the tensor, or of the part, in order.
@@ -103,9 +104,10 @@ def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
 
 
 def sum_bits(numbers: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, 64 at a time, whatever their places: () int64, modulo 2^64.
+    """Return the sum of a tensor's words of 64 bits: a checksum, () int64, modulo 2^64.
 
-    It tells of nearly any change, and takes a fiftieth of the time of compute_sum().
+    Nearly any change of the tensor changes the checksum. An exchange of two words does not. compute_sum(), which
+    notices that, too, takes fifty times as long.
     """
     bits = numbers.detach().contiguous().view(-1).view(torch.uint8)
     bits = bits.clone() if bits.storage_offset() % 8 else bits
@@ -121,10 +123,13 @@ def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def differ_between_ranks(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Return whether the tensors of any rank differ from those of another; a collective.
+    """Return whether the bits of the tensors differ between any two ranks; a collective.
 
-    The tensors are in the same order on all ranks; one that is given twice counts once. The ranks exchange two numbers,
-    made from a digest of the tensors. All ranks get the same answer.
+    All ranks get the same answer. The ranks exchange two numbers, made from a digest of the tensors.
+
+    Args:
+        tensors: this rank's tensors, in the same order on all ranks. A tensor that is given twice counts once.
+        device: where the collective's tensors are.
     """
     own = sum_of_all({id(one): one for one in tensors}.values(), device)
     extremes = torch.stack([own, ~own])  # the least of all is the other way up

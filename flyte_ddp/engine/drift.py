@@ -33,14 +33,14 @@ class Drift:
     def compare(self, tensors: Iterable[Tensor], what: str, epoch: int, step: int) -> None:
         """Compare tensors between the ranks, and raise or warn if they differ; a collective.
 
-        Processors of several kinds may round differently. Ranks on them get a warning once, and later differences are
-        ignored.
+        If the ranks' processors are of several kinds, which may round differently, there is a warning instead of an
+        error, but only once: later differences are ignored.
 
         Args:
             tensors: the tensors to compare, in the same order on all ranks.
             what: the tensors in words, for the message.
             epoch: the number of the epoch, from 0.
-            step: the number, from 0, of the step of the epoch that was done last.
+            step: the number in the epoch, from 0, of the last step that was done; -1 before the epoch's first.
 
         Raises:
             WrongBitsError: The tensors differ although all ranks have one kind of processor. All ranks raise it.

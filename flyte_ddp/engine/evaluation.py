@@ -28,9 +28,10 @@ def measure(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     look: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
 ) -> Measured:
-    """Measure a network on a split, without other ranks, on the same batches as the evaluations of a training.
+    """Measure a network on a split, without other ranks, on the global batches of a training's evaluations.
 
-    No gradients are computed. The recipe's `share` is changed, and the global random generators are seeded.
+    No gradients are computed. The recipe's `share` is changed, and the global random generators are seeded for each
+    batch.
 
     Args:
         recipe: the recipe that measures the outputs.
@@ -47,8 +48,9 @@ def measure(
         each measure whether lower is better, where that is known.
 
     Raises:
-        InputError: The outputs are None, or the recipe's measure() returns something else than the same measures for
-            each batch, with one value for each sample and "loss" among them.
+        InputError: The outputs are None. Or the recipe's measure() returns something else than the same measures for
+            each batch, with one value for each sample and "loss" among them. Or derive() returns no such measures, or
+            the recipe's headline is none of them.
     """
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)

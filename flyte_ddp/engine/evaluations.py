@@ -47,22 +47,25 @@ class Evaluated(NamedTuple):
 def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
     """Evaluate the weights that training returns on the test split; a collective.
 
-    With a validation split, the weights of the best evaluation are loaded first, and the event EpochChosen is emitted.
-    Without one, or if no evaluation could be the best, the last step's weights are evaluated. A warning is emitted for
-    each measure that is not finite, and if there was no best evaluation.
+    With a validation split, the weights of the best evaluation are loaded into the network (into its moving average, if
+    there is one), and the event EpochChosen is emitted. Without one, or if no evaluation could be the best, the last
+    step's weights are evaluated. A warning is emitted for each measure that is not finite, and if there was no best
+    evaluation.
 
     Args:
         state: the training, which is over.
         test: the batches of the test split.
-        epochs: the number of epochs in the settings. If fewer were trained, the event says that training stopped early.
+        epochs: the number of epochs to train by the settings. If fewer were trained, the event says that training
+            stopped early.
         link: gets the event, and is told that the process is alive.
 
     Returns:
         The evaluation, with this rank's predictions.
 
     Raises:
-        NonFiniteError: The loss on the test split is not finite.
-        StopRequested: A rank was asked to stop.
+        NonFiniteError: The loss on the test split is not finite. All ranks raise it.
+        StopRequested: A rank was asked to stop, and the evaluation was left. All ranks raise it.
+        InputError: As evaluate() raises it.
     """
     tracker = state.best_tracker
     started = time.perf_counter()
@@ -116,7 +119,8 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
     Raises:
         StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with the buffers as before.
         InputError: A batch of the recipe's predictions has another number of rows than samples, or rows of another
-            shape than other batches. Only a rank with such batches raises it.
+            shape than other batches. Or the outputs are None, or measure() does not return its measures with one value
+            for each sample. Only a rank with such batches raises it.
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
@@ -203,11 +207,13 @@ def _forward_all(
             return
 
 
-def gather(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def gather_rows(rows: Tensor, test: EvaluationBatches, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows of all ranks, such as predictions, one global batch of the test split at a time; a collective.
 
+    Each rank gets all rows, and must iterate to the end, because the ranks exchange rows for each batch.
+
     Args:
-        rows: (m, ...), a row for each of this rank's samples in the test split, in their order, on the host.
+        rows: (m, ...), a row for each sample that this rank has evaluated, in the order of evaluation, on the host.
         test: the batches of the test split.
         device: the device that sends and receives the rows.
 

@@ -88,6 +88,8 @@ def make_subject(
 ) -> Subject:
     """Describe the training of a recipe. Equal trainings get equal identities.
 
+    For the identity, all files of the data (without a description) and of init are read.
+
     Args:
         code: the code of the recipe.
         settings: the settings of the training.
@@ -96,8 +98,9 @@ def make_subject(
         description: the description of a prepared dataset. It replaces the name and digest of the data.
 
     Raises:
-        InputError: init is a folder without complete weights, or init or the data cannot be read for lack of
-            permission.
+        InputError: init is a folder without complete weights, init or the data may not be read, or they have a link
+            to a folder that contains the link.
+        OSError: init or the data are missing, or cannot be read for another reason.
     """
     if init and init.is_dir():
         check_pretrained(init)
@@ -129,7 +132,8 @@ def compute_data_digest(data: Path | StoredData | None) -> str:
     Stored data are not read.
 
     Raises:
-        InputError: The data cannot be read for lack of permission.
+        InputError: The data may not be read, or have a link to a folder that contains the link.
+        OSError: The data are missing, or cannot be read for another reason.
     """
     if isinstance(data, StoredData):
         return data.digest
@@ -209,6 +213,8 @@ def make_job(
     logs: str | Path = "",
 ) -> Job:
     """Return the Job of a training: the subject's attributes, the options, and the paths as texts.
+
+    The training's start-up time counts from this call.
 
     Args:
         subject: the recipe, settings, data and code.

@@ -26,7 +26,8 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
     """Join the ranks that torchrun has started, train as one of them, and return the result as this rank knows it.
 
     Every rank calls this in its main thread. The variables RANK, WORLD_SIZE and so on tell the rank's place. A watchdog
-    ends the rank if other ranks hang or are lost.
+    raises the error if a rank hangs or is lost. The process may end with status 1 then, because the training's thread
+    is left behind. Handlers of stop signals stay after the call.
 
     Args:
         job: the job, the same on all ranks.
@@ -35,7 +36,8 @@ def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResul
     Raises:
         InputError: There are more ranks than can share a batch.
         PreemptedError: A signal asked the rank to stop. The rank has written a checkpoint before if it could.
-        RankError: Another rank is lost, or has been silent for too long.
+        RankError: Another rank is lost, or a rank has been silent for too long.
+        Exception: What else worker.train() raises.
     """
     settings = job.settings
     environment = environment_from_variables(settings.backend)

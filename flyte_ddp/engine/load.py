@@ -55,8 +55,9 @@ def load_named(job: Job) -> Any:
 def load_recipe(job: Job, device: torch.device) -> Recipe:
     """Import the recipe that the job names, and make it with the job's settings and data.
 
-    Before that, all global random generators are seeded. The recipe gets the device, and init_path if the training
-    starts from a folder of weights. Errors of its __init__ are raised as they are.
+    Before that, load_named() seeds all global random generators, and changes sys.path and HF_HUB_OFFLINE. The recipe
+    gets the device, and init_path if the training starts from a folder of weights. Errors of its __init__ are raised as
+    they are.
 
     Raises:
         InputError: The job names something other than a recipe, or the recipe's __init__ does not take settings and
@@ -137,13 +138,13 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
 def make_split(
     data: Any, split: str, device: torch.device, options: RunOptions, cache: BlockCache
 ) -> Streamed | Resident | BlockSplit:
-    """Wrap what Recipe.data returned in a split, from which batches can be read.
+    """Wrap a user's data, such as what Recipe.data returned, in a split from which batches can be read.
 
     Args:
         data: Blocks, which become a BlockSplit; a Dataset, which becomes a Streamed; or arrays in memory or
             memory-mapped, or a TensorDataset, which become a Resident.
         split: the name of the split; used for Blocks alone.
-        device: where batches go.
+        device: where batches go. Arrays in memory are moved there at once.
         options: the options for reading.
         cache: the cache for Blocks; used for them alone.
 

@@ -87,9 +87,10 @@ def _is_over(state: TrainingState, settings: TrainingSettings) -> bool:
 def train_until(state: TrainingState, train: TrainBatches, end: int, log_interval: int, link: Link) -> None:
     """Take the current epoch's steps until `end` steps of the epoch are done; a collective.
 
-    The steps go on from the state's position. After each step whose number in the epoch is a multiple of log_interval,
-    and after the last step, the steps since the last log are logged. Checkpoints that are due or were asked for are
-    saved in between.
+    The steps go on from the state's position, in training mode. After each step whose number in the epoch is a multiple
+    of log_interval, and after the last step, the steps since the last log are logged. Checkpoints that are due or were
+    asked for are saved in between. After the last step of an epoch, rank 0 emits GradientsSeen if options.log_gradients
+    is set.
 
     Args:
         state: the training, which is changed.

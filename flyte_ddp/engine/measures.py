@@ -92,6 +92,8 @@ def compute_pairs(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Call the recipe's measure() on the outputs of a batch, and return each measure's values and weights.
 
+    The caller sets recipe.share before, which measure() may read.
+
     Args:
         recipe: the recipe.
         outputs: what the recipe's forward returned for the batch.

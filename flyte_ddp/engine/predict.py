@@ -27,8 +27,8 @@ from flyte_ddp.whole_files import whole_file, writing_to
 def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int]) -> int:
     """Write a trained network's predictions for a shard of a split to job.logs/predictions-<shard>.npy.
 
-    The network computes in float32. A launcher calls this in a process of its own, without other ranks. Rows are in the
-    order of the shard's samples.
+    The network has the weights of the file job.model_path, and computes in float32. A launcher calls this in a process
+    of its own, without other ranks. A shard has consecutive samples of the split. Rows are in their order.
 
     Args:
         environment: this process's rank, device and threads.
@@ -40,8 +40,8 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
 
     Raises:
         InputError: The recipe has no such split. Or its predictions() returns something other than a tensor with a row
-            for each sample, or rows of another shape than before. Or the recipe or its data are invalid, or the file
-            cannot be written.
+            for each sample, such as None, or rows of another shape than before. Or the recipe or its data are invalid,
+            the weights do not fit the network, or the file cannot be written.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)

@@ -95,7 +95,8 @@ class Progress:
         """Emit RunStarted, warn of hosts that differ from the others, and start the clock; a collective.
 
         Call this before the first step, and after a checkpoint is loaded. The call also sets `places`, the host and
-        device of each rank, and adds this attempt's machine to ran_on.
+        device of each rank, and adds this attempt's machine to ran_on. There are warnings of hosts in job.avoided, too.
+        On a cluster, OddNodes is emitted for hosts whose own hardware is odd.
 
         Args:
             environment: this rank and its ranks.
@@ -195,7 +196,7 @@ class Progress:
         self.sums.add(Totals(measured, asked, measured[:0]), self._is_bad)
 
     def end_step(self, training: Training, is_logged: bool) -> Asked:
-        """Log the latest steps if they are due, and return the requests of all ranks; a collective.
+        """Log the latest steps if is_logged is set, and return the requests of all ranks; a collective.
 
         Call it after each step. The sums over all steps are read, and the host waits for the device, in three cases:
         is_logged is set, a checkpoint is owed, or the latest sums that have reached the host have a request or a bad
@@ -207,10 +208,11 @@ class Progress:
 
         Returns:
             The requests since the sums were last read, the same on all ranks. If the sums are not read, NOTHING: no
-            request.
+            request. If bad_step is not None, training.go_back() has restored the training as it was before that step,
+            and nothing is logged: the caller must take the steps again from there.
 
         Raises:
-            NonFiniteError: A number of a step was not finite. All ranks raise it.
+            NonFiniteError: A number of a step was not finite, and go_back() has changed nothing. All ranks raise it.
         """
         self._link.heartbeat()
         self.seconds = time.perf_counter() - self._since
@@ -258,7 +260,7 @@ class Progress:
     def check_steps(self, training: Training) -> None:
         """Read the sums, and check that the numbers of all steps since the last evaluation are finite; a collective.
 
-        Call it before an evaluation. The host waits for the device.
+        Call it before an evaluation. The host waits for the device. The sums that are read are in `last`.
 
         Raises:
             NonFiniteError: A number of a step was not finite. All ranks raise it.
@@ -324,7 +326,7 @@ class Progress:
 
         Args:
             pairs: the sum of values and the sum of weights of each measure over these steps, alternating.
-            first: the first step.
+            first: the first step, from 0.
             end: the step after the last one.
         """
         if TOKENS in self.names:
@@ -339,8 +341,8 @@ class Progress:
         """Warn of slow ranks, and return the mean seconds of a step on the slowest rank; a collective.
 
         The mean is over the steps since the last call. A step's seconds are those of reading data, computing and
-        waiting for other ranks. The call sets the clock to zero, adds new warnings to the monitor, and emits the
-        warnings.
+        waiting for other ranks. The call sets the clock to zero, and adds new warnings to the monitor. If there are
+        any, RanksTimed and the warnings are emitted.
         """
         steps, times = self.clock.steps, self.clock.read_all()
         slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)
@@ -353,7 +355,7 @@ class Progress:
     # --- evaluations ---
 
     def evaluated(self, finished: EpochFinished, broken: Iterable[str] = (), guessing_loss: float = 0.0) -> None:
-        """Add an evaluation to the history, and emit events: the evaluation, the ranks' times, and warnings.
+        """Add an evaluation to the history, and emit events: the evaluation, RanksTimed, and warnings.
 
         There are warnings of measures that are not finite, of a loss whose weights add up to 0, and of a loss no better
         than guessing.
@@ -376,9 +378,10 @@ class Progress:
         self.emit_all(warnings)
 
     def begin_next(self, fraction: float) -> None:
-        """Reset the sums and the clock after an evaluation, and go on to the next epoch if this one has ended.
+        """Reset the sums and `seconds` after an evaluation, and go on to the next epoch if this one has ended.
 
-        A fraction of 1 ends the epoch; otherwise epoch and step stay.
+        Args:
+            fraction: how much of the epoch has been trained. 1 ends the epoch; otherwise epoch and step stay.
         """
         if fraction == 1:
             self.epoch, self.step = self.epoch + 1, 0

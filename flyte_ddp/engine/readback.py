@@ -37,7 +37,8 @@ class Readback:
     def copy(self, step: int, tensor: Tensor) -> None:
         """Start to copy a step's tensor to the host, without waiting for the device.
 
-        The caller may change the tensor as soon as this method has returned. A later call of read() returns the copy.
+        The caller may change the tensor as soon as this method has returned. A later call of read() may return the
+        copy.
         """
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
         copied.copy_(tensor, non_blocking=True)
@@ -47,13 +48,13 @@ class Readback:
         self._copies.append((step, copied, event))
 
     def read(self) -> tuple[int, list[float]] | None:
-        """Return the newest copy that is at least `behind` steps old, and drop it and all older copies.
+        """Return the newest copy that `behind` or more copies have followed, and drop it and all older copies.
 
         The host waits until the device has made that copy. On a CPU `behind` is 0.
 
         Returns:
-            The number of the step, and the tensor's values as a list. None if no copy is that old, as right after
-            clear() or after another read().
+            The number of the copy's step, and the tensor's values as a list. None if there is no such copy, as right
+            after clear() or after another read().
         """
         latest = None
         while len(self._copies) > self.behind:

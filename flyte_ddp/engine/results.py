@@ -16,7 +16,7 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.checkpoints.checkpoint import finish_draft, write_draft
 from flyte_ddp.engine.digest import weights_digest
-from flyte_ddp.engine.evaluations import Evaluated, gather
+from flyte_ddp.engine.evaluations import Evaluated, gather_rows
 from flyte_ddp.engine.hosts.places import hardware
 from flyte_ddp.engine.job import FINAL, LAST, PICTURES, PREDICTIONS, Job
 from flyte_ddp.engine.set_up import SetUp
@@ -36,7 +36,8 @@ def write_last(setup: SetUp, job: Job) -> None:
 
     Rank 0 writes the files into job.logs. The weights are written if there is a validation split, because the training
     may return another epoch's weights. The checkpoint is written with options.keep_checkpoint or settings.stop_after,
-    so that a later training can continue from it.
+    so that a later training can continue from it. Call this function before evaluate_test(), which may load the best
+    epoch's weights.
 
     Args:
         setup: the training, which is over.
@@ -61,9 +62,9 @@ def write_last(setup: SetUp, job: Job) -> None:
 def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     """Write a trained network's weights, predictions and pictures, and return the digest of the weights; a collective.
 
-    Rank 0 writes the files: the weights to job.model_path, the others into job.logs. Predictions and pictures of an
-    earlier training there are deleted. Predictions are written if `tested` has some, and pictures if the recipe draws
-    some.
+    Rank 0 writes the files: the weights to job.model_path, the others into job.logs. The weights are those that the
+    training evaluates, which may be the moving average. Predictions and pictures of an earlier training are deleted.
+    Predictions are written if `tested` has some, and pictures if the recipe draws some.
 
     Args:
         setup: the training.
@@ -104,7 +105,7 @@ def write_predictions(predictions: Tensor, setup: SetUp, path: Path) -> None:
         OSError: Rank 0 cannot write the file. Rank 0 alone raises it, after it has received the others' rows.
     """
     test = setup.test
-    rows = gather(predictions, setup.test, setup.state.device)
+    rows = gather_rows(predictions, setup.test, setup.state.device)
     try:
         if distributed.get_rank() == 0:
             shape = len(test.split), *predictions.shape[1:]
@@ -221,9 +222,13 @@ def draw_pictures(state: TrainingState, test: Split) -> Sequence[tuple[str, Tens
 
 
 def write_pictures(drawn: Sequence[tuple[str, Tensor]], path: Path) -> None:
-    """Write pictures, whose numbers are from 0 to 1, with their captions to an .npz file for the report.
+    """Write pictures with their captions to an .npz file for the report.
 
-    It gets an array `captions`, and each picture as uint8 under its number.
+    The file has an array `captions`, and for each picture an array named by its number, from "0" on.
+
+    Args:
+        drawn: captions and pictures, (C, H, W) from 0 to 1. Pictures are written as uint8, from 0 to 255.
+        path: the file, which appears whole or not at all.
     """
     images = [picture.detach().cpu().float().clamp(0, 1).mul(255).round().byte().numpy() for _, picture in drawn]
     captions = np.array([caption for caption, _ in drawn])

@@ -167,19 +167,20 @@ class TrainingState(Training):
         """Take one optimizer step with a global batch, and add its measures and requests to the progress; a collective.
 
         The step computes the gradients of the mean over the global batch, clips them if the recipe says so, updates the
-        weights, the learning rate and the moving average, and adds 1 to progress.step. Gradients stay until the next
-        step.
+        weights, the learning rate and the moving average, broadcasts rank 0's buffers, and adds 1 to progress.step.
+        Gradients stay until the next step.
 
         If the loss or a gradient is not finite, weights stay as they are on all ranks, in this step and all later ones.
         Progress.end_step() raises the error, not this method. With settings.skip_spikes, a step whose gradients leap
         changes neither the weights nor the average.
 
         The host waits for the device only if the optimizer is not fused, or if there are both an average and
-        skip_spikes; and in the first step, if model() has frozen weights.
+        skip_spikes; and in the first step, if model() has frozen weights. With virtual ranks the host waits in more
+        steps.
 
         Args:
-            shares: this rank's samples of the global batch: a single Batch, or with virtual ranks one for each of its
-                virtual ranks.
+            shares: this rank's samples of the global batch: a list of one Batch, or with virtual ranks of one for each
+                of this rank's parts.
             stop: whether this rank asks all ranks to stop.
             save: whether this rank asks for a checkpoint.
         """
@@ -236,13 +237,17 @@ class TrainingState(Training):
         return not (self.trace or is_due) and bool(self._ahead and self._ahead.may(self.schedule.last_epoch))
 
     def go_back(self, step: int) -> bool:
-        """Restore the training as it was before a step whose sums were not final, if the host was ahead in the step.
+        """Restore the training as it was before a step that has failed, if taking the step again may mend it.
+
+        With virtual ranks, a step may fail because the units of its sums did not fit. The host finds that out some
+        steps later. After this call, progress.step is `step`, and the caller takes the steps again from there.
 
         Args:
-            step: the first step of the current epoch, from 0, whose flag was set.
+            step: the first step of the current epoch, from 0, that has failed.
 
         Returns:
-            False, without any change, if the host waited for that step's sums: a number was not finite.
+            True if the training was restored. False, without any change, if the host has waited for that step's sums,
+            as it always does without virtual ranks: then a number was not finite.
         """
         number = self.schedule.last_epoch - (self.progress.step - step)
         if not (self._ahead and self._ahead.go_back(number, self.progress.sums)):
@@ -254,7 +259,7 @@ class TrainingState(Training):
         return True
 
     def _backward(self, asked: tuple[bool, bool], before: BufferCopy | None, shares: Sequence[Batch]) -> None:
-        """Run the forward and backward passes of this rank's shares, whose gradients add up in the weights.
+        """Run the forward and backward passes of this rank's shares, and add up the gradients in the weights' `grad`.
 
         With virtual ranks each share begins with the same buffers, and in the end the buffers are as the first share
         has left them.
@@ -297,8 +302,10 @@ class TrainingState(Training):
         """Seed the global random generators for a share of the global batch, and cut the share into micro-batches.
 
         Returns:
-            Batches of at most self.micro_batch samples; a single one if that is 0. If train_step has gathered rows for
-            all_gather(), as it does with virtual ranks, all_gather() returns those rows in each batch.
+            Batches of at most self.micro_batch samples; a single one if that is 0. Without virtual ranks all ranks get
+            equally many: a rank with fewer samples gets copies, marked as borrowed, which count for nothing. If
+            train_step has gathered rows for all_gather(), as it does with virtual ranks, all_gather() returns those
+            rows in each batch.
         """
         seed_part(share.seed, share.share.part)
         parts = self.parallel.parts(share, self.micro_batch)
@@ -331,6 +338,8 @@ class TrainingState(Training):
 
     def gradient_histograms(self) -> dict[str, tuple[list[float], list[float]]]:
         """Return a histogram of each parameter's gradient in the last step, after clipping, by name.
+
+        The host waits for the device. Call it only without sharding.
 
         Returns:
             The counts of BINS equal bins, and the BINS + 1 edges of the bins. There are none if the step's update was
@@ -407,6 +416,9 @@ class TrainingState(Training):
 
         With a validation split, the best weights are kept in memory, by best_tracker. With keep_best, best_models keeps
         the best few in files.
+
+        Args:
+            finished: the evaluation, which must be the last in progress.history.
         """
         if self.best_tracker:
             weights = {name: local(weight) for name, weight in self.base.without(self.evaluated).items()}
@@ -475,9 +487,10 @@ class TrainingState(Training):
         self.drift.compare(tensors, what, self.progress.epoch, self.progress.step - 1)
 
     def _sum_base(self) -> list[int]:
-        """Return a sum of the bits of each weight of the base, which no checkpoint has.
+        """Return a checksum of each weight of the base, in the order of their names; an empty list without a base.
 
-        Torch's count of changes would miss those by `.data`.
+        The base has the weights that model() has frozen, and that no checkpoint has. Torch's own count of a tensor's
+        changes would miss a change by `.data`.
         """
         if not self.base.names:
             return []

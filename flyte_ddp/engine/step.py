@@ -100,9 +100,10 @@ class Step(nn.Module):
         """Return the loss to call backward() on, (): the sum of the samples' losses, times the number of ranks.
 
         A sample's "objective" takes the place of its loss if the recipe has one. DistributedDataParallel averages
-        gradients over the ranks, and the factor makes up for that. The backward pass also adds to the gradient of the
-        parameter `carrier`, whose value is 0: it adds the sums of this part's measures and requests, times the number
-        of ranks. After the rank's last part, DistributedDataParallel makes of this gradient the sums over all ranks.
+        gradients over the ranks, and the factor makes up for that. The parameter `carrier`, whose value is 0, carries
+        what the ranks add up besides: backward() adds this part's sums of measures and requests, times the number of
+        ranks, to the gradient of `carrier`. After the rank's last part, DistributedDataParallel averages that gradient,
+        too, so it has the sums over all ranks.
 
         Args:
             *of_part: the arguments of compute_sums(): a part of the batch, this rank's requests to stop and to save,
@@ -121,8 +122,8 @@ class Step(nn.Module):
             is_last: whether this is the last of the rank's parts in this step.
 
         Returns:
-            The sum over the samples of the measure that is trained, (); and (2 k + 2,) float32, the sums of values and
-                weights of the k measures, alternating, and the two requests.
+            The sum over the samples of the measure that is trained, (). And (2 k + 2,) float32 without a graph: the
+            sums of values and weights of the k measures, alternating, and then the two requests as 0 or 1.
         """
         trained, each = self.compute(batch)
         with torch.no_grad():
@@ -189,14 +190,16 @@ class SingleStep(nn.Module):
     def add_up_gradients(self, backward: Callable[[], None]) -> Totals:
         """Run the forward and backward passes, and add up the gradients of all ranks; a collective.
 
-        Afterwards each parameter has as its gradient the sum over the global batch, or None if no sample has used it.
+        Afterwards each parameter has as its gradient the sum over the global batch. If no sample has used a parameter,
+        its gradient is None or 0.
 
         Args:
-            backward: runs the forward and backward passes of this rank's samples. It is called once.
+            backward: runs the forward and backward passes of this rank's samples. It is called once; with virtual ranks
+                maybe twice.
 
         Returns:
             The sums over all ranks: values and weights of the measures, and how many ranks ask to stop and to save.
-                Also the norm of each summed gradient.
+            Also the norm of each summed gradient that is not None.
         """
         backward()
         sums = self.module.carrier.grad

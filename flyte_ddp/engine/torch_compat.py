@@ -319,8 +319,13 @@ def _hook_inputs(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     """Have an FSDP unit add up its gradients across ranks as soon as its inputs' gradients are computed.
 
     The unit is a layer that torch shards as a whole. Its inputs get a hook that calls group.post_backward. If no input
-    has a gradient, torch itself calls that at the end of the backward pass. No hook is added without gradients, or
-    during a backward pass.
+    has a gradient, torch itself calls that at the end of the backward pass. No hook is added while gradients are off,
+    or during a backward pass.
+
+    Args:
+        group: torch's own object for the weights of the unit.
+        args: the positional arguments of the unit's forward.
+        kwargs: the other arguments.
 
     Returns:
         args and kwargs, unchanged.

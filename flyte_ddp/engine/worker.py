@@ -63,8 +63,10 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
     Raises:
         InputError: Ranks have different jobs, or the recipe or loop, its settings or its data are invalid.
         NonFiniteError: A loss or gradient is not finite.
-        StopRequested: A rank was asked to stop; a checkpoint was written.
+        StopRequested: A rank was asked to stop; a checkpoint was written, if one could be.
         WrongBitsError: Ranks with the same hardware have computed different bits.
+        RecoverableError: A host differs from the others, and options.odd_hosts is "refuse"; or the platform's storage
+            has failed.
     """
     configure_process(environment, job)
     check_same_training(environment, job)
