@@ -55,9 +55,9 @@ def derive_key(use: Use, *position: int) -> int:
 
 
 def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return the words first, first + 1, … of the key's stream: (count,) int64, 64 random bits each.
+    """Return the words at positions first, first + 1, … of a key's random stream: (count,) int64, 64 random bits each.
 
-    A CPU's stream differs from that of other devices.
+    Positions count from 0. On a CPU a key has another stream than on other devices.
     """
     if device.type == "cpu" and count:  # torch cannot see an empty buffer
         return torch.frombuffer(PCG64DXSM(key).advance(first).random_raw(count), dtype=torch.int64)
@@ -87,9 +87,10 @@ def signed(word: int) -> int:
 
 
 def uniform(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return the numbers first, first + 1, … of the key's stream: (count,) float32, uniform in [0, 1).
+    """Return the uniform numbers at positions first, first + 1, … of a key's random stream: (count,) float32.
 
-    Each number is a multiple of 2^-24. Two of them come from each word of the stream.
+    They are at least 0 and below 1. Positions count from 0. Each number is a multiple of 2^-24. Each word that words()
+    returns gives two numbers.
     """
     start = first // 2
     stop = -(-(first + count) // 2)
