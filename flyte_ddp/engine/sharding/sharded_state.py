@@ -96,8 +96,8 @@ def cut_rows(count: int, part: int, parts: int) -> tuple[int, int]:
 def with_room(content: Any) -> Any:
     """Return the content with an empty tensor of the whole shape in place of each Shard.
 
-    Tied weights share one tensor. Nothing is written to these tensors, so they take no memory yet. The content is of
-    nested dicts, lists and tuples.
+    Tied weights share one tensor. Nothing is written to these tensors, so they take no memory yet. The content consists
+    of nested dicts, lists and tuples.
     """
     rooms: dict[int, Tensor] = {}
 
@@ -114,9 +114,9 @@ def fill(path: Path | None, content: Any, device: torch.device) -> None:
     content has no Shards, nothing is exchanged or written.
 
     Args:
-        path: the file on rank 0; None on the other ranks. Rank 0 passes None if it could not write the file, and then
-            no rank does anything.
-        content: the content of the file, with each rank's Shards in place of the sharded tensors.
+        path: the file on rank 0, which torch.save has written with the result of with_room(content); None on the other
+            ranks. Rank 0 passes None if it could not write the file, and then no rank sends anything.
+        content: the content of the file, with this rank's Shards in place of the sharded tensors.
         device: the device that sends and receives rows.
     """
     leaves = pytree.tree_leaves(content)

@@ -163,11 +163,11 @@ def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
-    """Restore a sharded network's weights and buffers after the block, which tries the network itself.
+    """Restore a sharded network's weights and buffers after the block, in which the network is tried.
 
-    Use this as a context manager. A sharded network cannot be copied for a trial. The network's gradients are set to
-    zero after the block, too. If the block raises an error, nothing is restored. A network that isn't sharded is left
-    alone.
+    Use this as a context manager. A network that isn't sharded is left alone: it can be copied for a trial. A sharded
+    network exchanges weights in their own dtype within the block, and its gradients are removed after the block. If the
+    block raises an error, nothing is restored.
 
     Args:
         recipe: the recipe, for messages.
