@@ -48,13 +48,19 @@ class Ahead:
     def add_up_gradients(
         self, number: int, backward: Callable[[], None], buffers: BufferCopy, sums: StepSums
     ) -> Totals:
-        """Keep what the step changes, and add up its gradients by ExactStep.add_up_ahead(); a collective.
+        """Store for go_back() what the step changes, and add up its gradients without waiting for the device.
+
+        The gradients are added up by ExactStep.add_up_ahead(). This is a collective.
 
         Args:
-            number: the number of the step.
+            number: the number of the step in the whole training, from 0.
             backward: runs forward and backward passes of the rank's parts.
             buffers: a copy of the network's buffers from before the step.
             sums: the progress' sums, to which the step is not added yet.
+
+        Returns:
+            The sums over all ranks. All norms are NaN if the gradients are not final: then the step must be taken
+            again, after go_back().
         """
         self._before[number] = Before(buffers, self._step.grid, sums.values.clone())
         while len(self._before) > sums.readback.behind + 2:  # the host knows of earlier ones that they were final
@@ -62,7 +68,13 @@ class Ahead:
         return self._step.add_up_ahead(backward)
 
     def go_back(self, number: int, sums: StepSums) -> bool:
-        """Restore buffers, units and sums as they were before a step, and wait in this step and the next WAITS.
+        """Restore the buffers, the units of ExactStep and the progress' sums as they were before a step.
+
+        In this step and the WAITS steps after it, may() returns False, so the host waits for the device.
+
+        Args:
+            number: the number of the step in the whole training, from 0.
+            sums: the progress' sums, which are overwritten.
 
         Returns:
             False, without any change, if the host was not ahead in this step.

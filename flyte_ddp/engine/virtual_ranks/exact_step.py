@@ -189,9 +189,11 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def add_up_ahead(self, backward: Callable[[], None]) -> Totals:
-        """Do as add_up_gradients() in a step's only call of `backward`, without waiting for the device; a collective.
+        """Do as add_up_gradients(), without waiting for the device, in a step that adds up once; a collective.
 
-        The device alone finds out whether the sum is final.
+        The device alone finds out whether the sum is final. `backward` is called once.
+
+        Call it only if knows_units is True. The units for the next step are replaced, also if the sum is not final.
 
         Returns:
             The same as add_up_gradients(). All norms are NaN if the sum is not final: the units do not fit, a gradient
@@ -295,8 +297,8 @@ class ExactStep(SingleStep):
         """Write what travels with a bucket besides its gradients, before the bucket is sent.
 
         Each bucket carries a 1 for each of its weights that a part of this rank has used, and a 0 for the others. The
-        last bucket also carries this rank's requests to stop and to save, the bits of its parts' measures, and the
-        flags that say whether the gradients fit the integer scale (Units.write_words).
+        last bucket also carries this rank's requests to stop and to save, the bits of its parts' measures, and numbers
+        that say whether the gradients fit their units (Units.write_words).
         """
         bucket = self._buckets[number]
         used = self._used[number]
@@ -338,8 +340,8 @@ class ExactStep(SingleStep):
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
         """Run backward, and return a digest of one part's gradients; not a collective.
 
-        An audit calls the method before the step's add_up_gradients(). The gradients are set to zero afterwards, and
-        count for nothing in the step. So do the measures of the forward passes.
+        An audit calls the method before the step's add_up_gradients(). The gradients are set to zero afterwards.
+        Neither they nor the measures of the forward passes count in the step.
 
         Args:
             part: the number of the part among all parts of the batch.

@@ -139,7 +139,7 @@ def compute_rows(
     """Compute the outputs of the rank's parts, and gather the rows that measure() passes to all_gather(); a collective.
 
     In this pass, all_gather() ends measure() by an exception as soon as it has the part's rows. The random generators
-    are seeded for each part. `recipe.share` is changed.
+    are seeded for each part, and stay as the last part leaves them. `recipe.share` is changed.
 
     Args:
         recipe: the recipe.
@@ -153,7 +153,8 @@ def compute_rows(
         forward. And the rows of all parts of all ranks, (N, ...), or None if measure() does not call all_gather().
 
     Raises:
-        InputError: forward calls all_gather(), or measure() calls it for some parts only.
+        InputError: forward calls all_gather(), which only the ranks raise that see it. Or measure() calls it for some
+            parts only, which all ranks raise.
     """
     seen = list[Seen]()
     own = list[Tensor]()
@@ -229,7 +230,8 @@ def gather_by_part(
         no gradients if the rows are integers. None if measure() does not call all_gather().
 
     Raises:
-        InputError: forward calls all_gather(), or measure() calls it for some parts only.
+        InputError: forward calls all_gather(), or measure() calls it for some parts only. Or measure() takes gradients
+            through all_gather().
     """
     seen, rows = compute_rows(recipe, forward, measure, parts, begin)
     if rows is None:

@@ -197,12 +197,15 @@ class Sums:
     def exchange_gradients(self, owned: list[Owned], group: Any) -> Iterator[tuple[int, Tensor]]:
         """Exchange rows of gradients, and yield the whole gradients that this rank owns; a collective.
 
+        All ranks of the group have to iterate over the result, also those that own nothing: the exchange happens when
+        the iteration begins.
+
         Args:
             owned: for each rank of the group, the weights that it owns with their numbers; alike on all ranks.
             group: the ranks that share the rows of each weight.
 
         Yields:
-            The number and the whole gradient, float32 in the weight's shape, of each weight that this rank owns.
+            For each weight that this rank owns, its number, and its whole gradient, float32 in the weight's shape.
         """
         own = owned[group.rank()]
         ranks = range(group.size())
@@ -268,8 +271,8 @@ class Rows:
     def total(self, numbers: Tensor) -> None:
         """Turn this rank's rows of a sum, (length,) float32, into gradients, in place.
 
-        The rows are whole numbers before the call. They are divided by the scales (1 / unit). The largest absolute
-        values of the result go into the blocks of `largest` that this rank has rows of.
+        The rows are whole numbers before the call. They are divided by the scales (1 / unit). `largest` gets the
+        largest absolute values of the result, in the blocks that this rank has rows of.
         """
         rows = numbers.view(self._shape)
         rows.div_(self._factors()[self._rank])

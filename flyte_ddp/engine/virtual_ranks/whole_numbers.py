@@ -246,7 +246,7 @@ class Units:
         self._words_needed = torch.where(self._words_scales == 2.0**LARGEST_SCALE, 0, self._needed)
 
     def write_words(self) -> None:
-        """Write into the last bucket how well this rank's gradients fit their units, before the bucket is sent.
+        """Write into the last bucket whether this rank's gradients fit their units, before the bucket is sent.
 
         There is one word, an int32, for each block and for each tensor. On each rank a word is one of three numbers:
 
