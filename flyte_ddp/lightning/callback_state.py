@@ -86,8 +86,8 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
 
     Lightning does not call these hooks then, because the epoch has begun already. Among Lightning's own callbacks, only
     GradientAccumulationScheduler and StochasticWeightAveraging are called. Subclasses of BaseFinetuning are not called.
-    Each user's callback gets its state back after its call. A hook may change weights that the checkpoint has restored;
-    these stay changed.
+    After its call, each of the user's callbacks gets the state back that its state_dict() had before. If a hook changes
+    weights that the checkpoint has restored, they stay changed here.
 
     Args:
         trainer: the trainer.

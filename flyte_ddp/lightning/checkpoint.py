@@ -51,12 +51,16 @@ class CheckpointFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write Lightning's checkpoint to this path; Lightning calls it on rank 0.
 
-        At job.checkpoint_path the checkpoint gets this library's format. Files of ModelCheckpoints are kept beside it,
-        an event says how long writing took, and an OSError is only reported as an event. At any other path, the file is
-        as Lightning writes it, but appears whole or not at all, and an OSError is raised. A URL is left to Lightning.
+        At job.checkpoint_path the checkpoint gets this library's format. Files that ModelCheckpoints have saved to the
+        logs are kept beside it, and kept files that it doesn't need are deleted. CheckpointWritten is emitted, with
+        `position`. After an OSError, CheckpointFailed is emitted instead, and the earlier checkpoint stays.
+
+        At any other path, the file is as Lightning writes it, but appears whole or not at all. A URL is left to
+        Lightning.
 
         Raises:
-            InputError: a checkpoint of this state could not be read again. Only the first one is checked.
+            InputError: a checkpoint of this state could not be read again. Only the first checkpoint is checked.
+            OSError: the file at another path than job.checkpoint_path cannot be written.
         """
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
@@ -106,10 +110,10 @@ class CheckpointFiles(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """Return the state of the checkpoint at a path.
 
-        For the path that find() returned, the result is the state that find() has kept. For any other path, it is what
-        Lightning reads from there. Lightning calls this on all ranks. For the path of find(), the call is a collective.
-        Each such call needs a call of find() before it, because the kept state is given away. Rank 0 also puts the
-        files that ModelCheckpoints had saved back into the logs, and warns of each file that is gone.
+        Lightning calls it on all ranks. For the path that find() has returned, the call is a collective, and the result
+        is the state that find() has kept. The kept state is given away, so each such call needs a call of find() before
+        it. Rank 0 also puts the files that ModelCheckpoints had saved back into the logs, and warns of each file that
+        is gone. For any other path, the result is what Lightning reads from there.
 
         Args:
             path: the checkpoint.
@@ -130,7 +134,9 @@ class CheckpointFiles(TorchCheckpointIO):
     def restore_tensors(self, trainer: Trainer) -> None:
         """Load the weights and the state of optimizers from rank 0's checkpoint once more; a collective.
 
-        Callbacks load once more, too: the checkpoint of a WeightAveraging has the average in place of the weights.
+        Call it after a resume, before a new checkpoint is written: the file is read again. The hook on_load_checkpoint
+        of the module and of all callbacks is called, because the checkpoint of a WeightAveraging has the average in
+        place of the weights.
         """
         self.find()
         state, self._state = self._state, None

@@ -74,9 +74,9 @@ class EpochState:
         """Return whether a checkpoint must wait for a later step; a collective.
 
         With automatic optimization, the checkpoint waits while gradients are being accumulated. With manual
-        optimization, the checkpoint waits while the gradients that no optimizer has applied differ between ranks; after
-        MOST_WAITED steps the wait ends. When this method returns False, it has also stored the gradients that gather()
-        returns.
+        optimization, the checkpoint waits while the gradients that no optimizer has applied differ between ranks. After
+        MOST_WAITED steps that wait ends, and gradients.has_given_up is True. When this method returns False, it has
+        also stored the gradients that gather() returns.
 
         Args:
             steps: the number of the epoch's batches that are done.

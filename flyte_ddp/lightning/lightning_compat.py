@@ -107,8 +107,8 @@ def after_train_start(trainer: Trainer, call: Callable[[], None]) -> None:
 def begin_to_read_again(trainer: Trainer) -> None:
     """Start the workers of the training loaders anew, so that they get the Dataset as it is now.
 
-    Call this function before the first batch is read. It does nothing without workers, with persistent ones, which
-    Lightning starts once for all epochs, and if a loader has a state of its own.
+    Call this function before the first batch is read. It does nothing if no loader has workers, or if all workers are
+    persistent, which Lightning starts once for all epochs. It does nothing either if a loader has load_state_dict.
     """
     loop = trainer.fit_loop
     fetcher, combined = loop._data_fetcher, loop._combined_loader
@@ -230,9 +230,10 @@ def restore_logged(trainer: Trainer, module: LightningModule, logged: list[Mappi
 
 
 def forget_how_it_was_logged(trainer: Trainer) -> None:
-    """Let the next epochs log in another way than this one, as on several ranks instead of one.
+    """Clear what was logged at the start of each later epoch, so that it may be logged in another way than in this one.
 
-    Lightning compares how something is logged with how it was logged before, also in earlier epochs.
+    Lightning compares how something is logged with how it was logged before, also in earlier epochs. On another number
+    of ranks it is logged in another way.
     """
     before_each_epoch(trainer, trainer.fit_loop.epoch_loop._results.clear)
 

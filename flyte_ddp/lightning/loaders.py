@@ -62,15 +62,16 @@ class Loaders:
 
         The methods train_dataloader, val_dataloader and test_dataloader are replaced on the object `owner`. A wrapped
         method calls `seed`, makes the loaders, and puts the global random generators back. train_dataloader then calls
-        `begin_order`, whose effect on the generators stays. prepare_data, which Lightning calls on one rank of a node,
-        puts the generators back, too: otherwise that rank would draw other splits in setup. At last each loader is
-        checked:
+        `begin_order`, whose effect on the generators stays. Each loader is then checked:
 
         - InputError is raised for a sampler that no resume could restore. On several ranks it is also raised for a
         sampler whose choice of samples Lightning would discard.
         - A training loader that cannot continue within an epoch adds a warning to `problems`, and sets
         begins_epochs_anew.
         - A training Dataset with a random generator of its own adds a warning to `problems`.
+
+        The method prepare_data is replaced, too, and puts the generators back: Lightning calls it on one rank of a
+        node, which would otherwise draw other splits in setup.
 
         Args:
             owner: the module or its data.

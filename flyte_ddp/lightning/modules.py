@@ -45,8 +45,9 @@ def build(job: LightningJob) -> Parts:
 
     Raises:
         InputError: the module, the data or the callbacks are of another type than Lightning's; one of them has a
-            parameter that has no default and is no setting; none of them takes one of the user's settings; neither
-            module nor data define train_dataloader; or a file was imported by a computed name.
+            parameter that has no default and is no setting; a field of the user's settings is a parameter of none of
+            them; neither module nor data define train_dataloader; or a file was imported by a computed name.
+        Exception: whatever the import, or a call of the user's code, raises.
     """
     with checked_imports(job.root, job.files):
         kind = _find_class(job.recipe, LightningModule)

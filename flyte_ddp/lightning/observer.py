@@ -152,8 +152,9 @@ class RankObserver(Checkpoint, Training):
         Call this before the first step. If Lightning has skipped the training, call it before the test.
 
         Raises:
-            InputError: this rank has no training batch; or a resumed training has another number of ranks than before,
-                and a learning rate schedule with total_steps would therefore end before the training.
+            InputError: this rank has no training batch, which other ranks may not raise; or a resumed training has
+                another number of ranks than before, and a learning rate schedule with total_steps would therefore end
+                before the training.
             RecoverableError: a host differs from the others, and options.odd_hosts is "refuse".
         """
         if not trainer.num_training_batches:  # Lightning ends at once then, without training
@@ -287,7 +288,14 @@ class RankObserver(Checkpoint, Training):
     # --- between two steps ---
 
     def _between_steps(self, trainer: Trainer, module: LightningModule) -> None:
-        """Save, and stop, if a rank asks for it; a collective. Raises StopRequested."""
+        """Save a checkpoint, and stop, if a rank has asked for it; a collective.
+
+        It is called before each step. Before the first step after a resume within an epoch, it repeats what happens at
+        an epoch's start. If a hook at the start may have changed the Dataset, it has new workers read the data.
+
+        Raises:
+            StopRequested: A rank was asked to stop; the checkpoint was written.
+        """
         if self._is_first_step:
             self._is_first_step = False
             if self.position[1]:
@@ -346,9 +354,9 @@ class RankObserver(Checkpoint, Training):
         """Keep a checkpoint on rank 0, so that a request to stop can end the validation that comes next; a collective.
 
         The checkpoint is kept in memory. Without it the ranks go through the whole validation before they stop. No
-        checkpoint is kept in these cases: a loader cannot resume within an epoch; gradients wait for an optimizer's
-        step; the end of the epoch needs something that a resume after the steps would lack, such as a metric's list; or
-        a hook of the user's code fails on any rank while the checkpoint is made.
+        checkpoint is kept in these cases: a loader cannot resume within an epoch; the checkpoint has to wait for an
+        optimizer's step; the end of the epoch needs something that a resume after the steps would lack, such as a
+        metric's list; or a hook of the user's code fails on any rank while the checkpoint is made.
 
         Raises:
             NonFiniteError: A loss or weight is not finite. All ranks raise this error. Loss and weights are checked

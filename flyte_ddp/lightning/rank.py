@@ -69,6 +69,7 @@ def train(environment: Environment, device: torch.device, link: Link, job: Light
     Raises:
         InputError: something is wrong with the module, its data or callbacks, or with the settings.
         NonFiniteError: a loss or weight is not finite.
+        RecoverableError: a host differs from the others, and options.odd_hosts is "refuse".
         StopRequested: the ranks were asked to stop, and have written a checkpoint.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):

@@ -19,9 +19,9 @@ SLOW_DATA = "look at what its host reads from, or raise num_workers of the DataL
 def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
     """Return the plan of a training that is about to start: its epochs, steps per epoch and sample counts.
 
-    Progress.start() takes the plan. samples_per_epoch is the product of steps, ranks and the loader's batch size. The
-    samples that the samplers of all ranks yield are its upper limit. If the loader has no batch size, samples_per_epoch
-    is the size of the datasets. test_samples is missing, because the test split is opened after the training.
+    Progress.start() takes the plan. samples_per_epoch is the product of steps, ranks and the loader's batch size, but
+    at most what the samplers of all ranks yield together. If the loader has no batch size, samples_per_epoch is the
+    size of the datasets. test_samples stays 0, because the test split is opened after the training.
     """
     steps = int(trainer.num_training_batches)
     loader = trainer.train_dataloader
