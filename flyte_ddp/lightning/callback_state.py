@@ -75,9 +75,8 @@ def callback_state(trainer: Trainer) -> dict[str, Any]:
 def restore_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Freeze and unfreeze weights as callback_state() found them, and end the training if a callback had ended it."""
     trainer.should_stop |= saved["stops_early"]
-    for name, (owner, attribute) in _freeze_flags(
-        trainer.lightning_module
-    ).items():  # BackboneFinetuning unfreezes once
+    flags = _freeze_flags(trainer.lightning_module)
+    for name, (owner, attribute) in flags.items():  # BackboneFinetuning unfreezes once, and not again after a resume
         setattr(owner, attribute, saved["frozen"][name])
 
 

@@ -55,10 +55,11 @@ def compile_layers(recipe: Recipe, networks: Sequence[nn.Module]) -> None:
     Raises:
         InputError: A pattern in fsdp_units matches no layer, or matches a ModuleList or ModuleDict.
     """
-    # Code for any length may round otherwise than code for one, and the parts of a rank would decide which is there
+    # After a second size torch would compile code for all sizes, which may round differently from code for one size.
+    # Which sizes a rank has seen depends on its parts, and so on the number of ranks
     dynamic = False if recipe.settings.virtual_ranks else None
     layers = [*chain.from_iterable(_layers(recipe, network) for network in networks)]
-    allow_compiling(WAYS * len(layers))  # layers may differ in what is compiled into each, such as a number of its own
+    allow_compiling(WAYS * len(layers))  # each layer may need code of its own, as for a number that differs by layer
     for layer in layers:
         # Module.compile would take the layer's hooks along
         layer.forward = torch.compile(layer.forward, dynamic=dynamic)

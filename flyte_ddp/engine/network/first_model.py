@@ -129,7 +129,7 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
         Exception: model() needs values; it may raise any error without them.
     """
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of each tensor that is loaded: it goes nowhere
+        warnings.simplefilter("ignore")  # torch warns of each tensor that model() loads: it gets no values here
         model = _call_model(recipe)
     if job.settings.freeze:
         freeze(model, job.settings.freeze)
@@ -154,7 +154,7 @@ def _call_model(recipe: Recipe) -> nn.Module:
     Raises:
         InputError: model() returned no nn.Module, or a lazy layer whose parameters have no shape yet.
     """
-    recipe.has_read_init = False  # what was read before is not the network, but a tokenizer perhaps
+    recipe.has_read_init = False  # the recipe may have read something else before, such as a tokenizer
     model: Any = seeded_model(recipe)
     if not isinstance(model, nn.Module):
         got = type(model).__name__

@@ -125,7 +125,7 @@ class Evaluation:
         before = state.parts.buffer_digests() if parts else {}
         in_step = generator_states() if state.is_stepping else None
         state.is_cut = True
-        # A step that has begun is ended first
+        # Within a step there is no stop: the step is ended first
         poll = None if state.is_stepping else StopPoll(state.device, state.all_evaluate)
         try:
             for shares in self._batches.steps():

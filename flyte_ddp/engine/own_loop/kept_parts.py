@@ -59,9 +59,10 @@ class KeptParts(dict[str, Any]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has of the parts; the tensors are the training's own, so the next step changes them.
+        """Return what a checkpoint stores of everything that loop.keep was given.
 
-        Call pending.wait() before: it decides which gradients are in the result.
+        The tensors are the training's own, so the next step changes them. Call pending.wait() before: it decides which
+        gradients are in the result.
 
         Returns:
             "parts": the state dict of each part. "arrangement": what arrangement() returns. "gradients": the gradients
@@ -82,7 +83,7 @@ class KeptParts(dict[str, Any]):
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], is_within_epoch: bool) -> None:
-        """Restore the parts from what state_dict() has returned, and copy its tensors.
+        """Restore everything that loop.keep was given from what state_dict() has returned, and copy its tensors.
 
         Before a resume within an epoch takes its first step, the user's code before the steps runs again. So gradients,
         and parameter groups that this code has yet to add, are left to put_back().
@@ -107,8 +108,8 @@ class KeptParts(dict[str, Any]):
     def put_back(self, saved: Mapping[str, Any]) -> None:
         """Restore networks, optimizers, schedules and gradients a second time, after a resume within an epoch.
 
-        Call this right before the first step: the user's code before the steps has run again, and may have changed the
-        parts. Other parts, such as iterators, are left alone.
+        Call this right before the first step: the user's code before the steps has run again, and may have changed
+        them. Whatever else loop.keep was given, such as iterators, is left alone.
 
         Args:
             saved: the state that load_state_dict() was given.
@@ -162,6 +163,9 @@ def _fitting() -> Iterator[None]:
 def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return what no state dict says: which weights are trained, and which are in each group of each optimizer.
 
+    Args:
+        parts: what loop.keep was given, by name; the networks and optimizers among it are looked at.
+
     Returns:
         "trained": for each weight's name, such as "model.fc.weight", whether it requires a gradient. "groups": for each
         optimizer's name, the names of the weights in each of its groups. A weight that is in no network among the parts
@@ -175,13 +179,13 @@ def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]) -> None:
-    """Load the parts' states, and restore which weights are trained and which are in each optimizer group.
+    """Load the states of what loop.keep was given, and restore which weights are trained and in which optimizer group.
 
     Tensors are copied. After an error, some parts may be changed already.
 
     Args:
-        parts: the parts to load, or some of them. If the groups of an optimizer have changed, its networks must be
-            among them.
+        parts: what loop.keep was given, or some of it, by name. If the groups of an optimizer have changed, its
+            networks must be among it.
         states: the saved state of each part, by name.
         arranged: what arrangement() returned when the states were saved. Weights that no part has now are ignored.
 
@@ -217,7 +221,7 @@ def without_later_groups(
     the first groups in the checkpoint.
 
     Args:
-        parts: the parts now, by name.
+        parts: what loop.keep was given in this attempt, by name.
         states: the saved state of each part.
         arranged: what arrangement() returned when the states were saved.
 

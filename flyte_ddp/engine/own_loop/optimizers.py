@@ -75,7 +75,7 @@ class Optimizers:
         return list_weights(self._now())
 
     def _now(self) -> list[Optimizer]:
-        """Return the optimizers among the parts, and those in a part's attributes or in lists there.
+        """Return the optimizers among the parts that __init__ was given, in the parts' attributes and in lists there.
 
         The attributes of learning-rate schedules are left out, because a schedule does not save its optimizer. An
         optimizer may be listed twice.

@@ -464,9 +464,10 @@ class LoopState(Training):
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's state: parts, progress, evaluation and choice of the best epoch. Tensors are copied.
+        """Restore a checkpoint's state, and copy its tensors.
 
-        A checkpoint from between epochs is restored whole. From within an epoch, gradients and parameter groups that
+        It has all that loop.keep was given, the progress, the epoch's evaluation and the choice of the best epoch. A
+        checkpoint from between epochs is restored whole. From within an epoch, gradients and parameter groups that
         the user's code adds later are left out: the state is kept until put_back() restores them.
 
         Args:
@@ -486,11 +487,10 @@ class LoopState(Training):
             self.exact.parallel.grid = None if grid is None else grid.clone()
 
     def put_back(self) -> None:
-        """Restore the parts, their gradients and the evaluation once more, after a resume within an epoch.
+        """Restore networks, optimizers, schedules, gradients and the evaluation once more after a resume in an epoch.
 
-        Only networks, optimizers and schedules are restored. The method is called when the steps of the resumed epoch
-        begin, because the user's code before them has run again. It does nothing after its first call, or without such
-        a resume.
+        The method is called when the steps of the resumed epoch begin, because the user's code before them has run
+        again. It does nothing after its first call, or without such a resume.
 
         Raises:
             InputError: The state does not fit what loop.keep was given.

@@ -91,7 +91,7 @@ class ExactStep(SingleStep):
             collectives.broadcast_in_place((*step.model.parameters(), *step.model.buffers()))
 
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
-        """Compute the loss of one of the rank's parts, and add the part's measures to those of the step.
+        """Compute the loss of one of the rank's parts of the batch, and add its measures to those of the step.
 
         The measures of borrowed samples are not added: they belong to another part.
 
@@ -221,7 +221,7 @@ class ExactStep(SingleStep):
         return torch_compat.norms(list_gradients(self.module))
 
     def finish_part(self, is_last: bool) -> None:
-        """Add the gradients of a part, whose backward pass is over, to this rank's sums.
+        """Add the gradients of a part of the batch, whose backward pass is over, to this rank's sums.
 
         After the rank's last part, the buckets of gradients that are left are sent to the other ranks. After any other
         part, the gradients are set to zero. Within compute_gradient_digest() the gradients are only digested, and set
@@ -324,7 +324,7 @@ class ExactStep(SingleStep):
 
     @contextmanager
     def watching(self, part: int) -> Iterator[None]:
-        """Store digests of one part's gradients in `seen`, if this rank computes that part within the block.
+        """Store digests of the gradients of one part of the batch in `seen`, if this rank computes it within the block.
 
         At the beginning `seen` is set to 0; it has one digest for each bucket of gradients. On ranks that don't compute
         the part, it is still 0 after the block. If the part is computed twice, the second digests stay.
@@ -338,7 +338,7 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
-        """Run backward, and return a digest of one part's gradients; not a collective.
+        """Run backward, and return a digest of the gradients of one part of the batch; not a collective.
 
         An audit calls the method before the step's add_up_gradients(). The gradients are set to zero afterwards.
         Neither they nor the measures of the forward passes count in the step.

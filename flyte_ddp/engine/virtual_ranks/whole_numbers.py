@@ -227,8 +227,8 @@ class Units:
     def use(self, exponents: Tensor) -> None:
         """Set `exponents`, and from them the scales (1 / unit) in the buckets.
 
-        Each block gets the unit, a power of two, in which a sum as large as expected is a whole number of Digits.total
-        bits.
+        Each block of numbers, such as a row of a weight, gets a unit: the power of two in which a sum as large as
+        expected is a whole number of Digits.total bits.
 
         Args:
             exponents: (blocks, 1) int32, in steps of 1/8: the exponent of the largest number expected in each block's
@@ -282,7 +282,7 @@ class Units:
         return ~((words > 0) & (words <= self._ranks)).any()
 
     def refit_units(self) -> bool:
-        """Choose the units by the gradients of all parts on all ranks, so that a repeated sum fits them; a collective.
+        """Choose units that fit the gradients of all parts of the batch on all ranks; a collective.
 
         The method changes `exponents` and the scales (1 / unit) of the buckets. It leaves the sum and the gradients as
         they are: the caller computes the sum again.
