@@ -351,7 +351,8 @@ class TrainBatches(_Batches):
 
         Without virtual ranks, the list has one share. With them, it has one for each of the rank's virtual ranks that
         has samples. A rank without samples in a step gets a share with a sample of another rank, marked as borrowed: it
-        counts for nothing. The epoch's last global batch may be short.
+        counts for nothing. With is_even, borrowed shares are added until all ranks have equally many. The epoch's last
+        global batch may be short.
 
         Args:
             epoch: the number of the epoch, from 0.
@@ -359,7 +360,9 @@ class TrainBatches(_Batches):
             end: the step to stop before; None is the epoch's end.
 
         Raises:
-            DataError: A sample cannot be read, or does not fit the others. This rank alone raises it.
+            DataError: A sample cannot be read, or does not fit the others. This rank alone raises this error.
+            DownloadError: The storage fails to deliver a block. This rank alone raises this error.
+            InputError: A block cannot be written to the node's disk. This rank alone raises this error.
         """
         for step, shares in self._fetch(self._make_order(epoch), range(len(self))[first_step:end]):
             seed, other = (derive_key(use, self.seed, epoch, step) for use in (Use.STEP, Use.AUGMENTATION))

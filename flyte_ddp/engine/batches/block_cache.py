@@ -87,7 +87,7 @@ class BlockCache:
                 remove_if_left(self.node)
 
     def check(self, needed: int) -> None:
-        """Raise InputError if this rank's share of the cache is too small.
+        """Raise InputError if this rank's share of the cache, `budget`, is too small. Call open() before.
 
         Args:
             needed: the bytes of the blocks that this rank needs at the same time.

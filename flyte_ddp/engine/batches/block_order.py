@@ -37,8 +37,8 @@ class Uses:
     def also(self, blocks: np.ndarray, step: int) -> "Uses":
         """Return these uses, extended by blocks that are needed in a step.
 
-        A block that is among the uses already gets this step as its last one. A new block gets the step as its first
-        and last one.
+        For a block that the uses already have, the step becomes the last one. A new block is added with the step as its
+        first and last one.
 
         Args:
             blocks: (k,) int64, the numbers of the blocks.
@@ -181,16 +181,16 @@ class BlockOrder:
         return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
 
     def _shuffle_windows(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
-        """Shuffle samples within windows, and return the place that each sample has then in its stream.
+        """Return which samples are at these places of streams, once samples are shuffled within windows.
 
         A window is a span of `window` successive places of one stream. The last window of a stream may be shorter.
 
         Args:
-            places: (n,) int64, places of samples in their streams.
+            places: (n,) int64, places in streams.
             streams: (n,) int64, the stream of each place.
 
         Returns:
-            (n,) int64, the new places.
+            (n,) int64, the places that these samples have in their streams without the shuffling.
         """
         windows = places // self.window
         each = int(windows.max()) + 1

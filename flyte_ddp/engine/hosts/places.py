@@ -61,8 +61,8 @@ class Place(NamedTuple):
 def measure_places(environment: Environment, device: torch.device, job: Job, model: nn.Module) -> list[Place]:
     """Measure the host and device of each rank, and return the places of all ranks; a collective.
 
-    On a GPU, matrices are multiplied as a test, which takes some tenths of a second. Nothing is refused: Place.lacks
-    says if the disk is too small.
+    To measure their links, neighbours send each other messages. On a GPU, matrices are multiplied as a test, which
+    takes some tenths of a second. Nothing is refused: Place.lacks says if the disk is too small.
 
     Args:
         environment: this rank and its host.

@@ -52,6 +52,7 @@ class Stragglers:
         Steps are collected into windows of at least WINDOW_SECONDS. A rank is warned of if it was late in each of the
         last IN_A_ROW windows. The cause is "data" or "compute". For each host and cause there is one warning in all; if
         each rank has its own GPU, "compute" gives one for each rank. After MOST_WARNINGS warnings there are no more.
+        The caller emits the warnings.
 
         Args:
             epoch: the epoch, from 0.
