@@ -168,10 +168,10 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 def check_disk(job: Job, weights: int) -> str:
-    """Return a sentence that says that the disk for checkpoints is too small, or "" if it is large enough.
+    """Return a sentence that says that the disk for checkpoints has too little room, or "" if it has enough.
 
-    The disk must have room for the weights twice: in the checkpoint and in the model. The result is "" as well if this
-    rank writes no checkpoint.
+    It must have free space for the weights twice: in the checkpoint and in the model. An optimizer's state is not
+    counted. The result is "" as well if this rank writes no checkpoint.
 
     Args:
         job: the job, with the path of its checkpoint.

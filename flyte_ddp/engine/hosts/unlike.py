@@ -38,9 +38,10 @@ FIGURES: dict[str, tuple[Callable[[int, Place], str], float]] = {
 
 
 def list_oddities(places: Sequence[Place], options: RunOptions) -> list[str]:
-    """Return a sentence on each way in which some hosts, GPUs or links differ from the others.
+    """Return a sentence on each thing that is odd about the hosts; an empty list if nothing is.
 
-    The list is empty if all are alike.
+    Odd are differences between hosts, GPUs or links, wrong products of matrices, GPUs that slow themselves down, and
+    disks with too little room.
 
     Args:
         places: what measure_places() has returned. All ranks have the same, so all return or raise the same.
