@@ -195,9 +195,9 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
 def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None) -> dict[str, Any]:
     """Copy the weights and buffers of a checkpoint into the training's, and return the checkpoint's state as tensors.
 
-    Weights and buffers have the saved values afterwards, and are in the state that is returned. All else there, such as
-    the optimizer's state, and each tensor whose shape or dtype does not fit, is a new tensor: restore() has to load it.
-    Of a sharded tensor, only this rank's rows are copied.
+    Weights and buffers of the network and of its moving average have the saved values afterwards, and are in the state
+    that is returned. All else there, such as the optimizer's state, and each tensor whose shape or dtype does not fit,
+    is a new tensor: restore() has to load it. Of a sharded tensor, only this rank's rows are copied.
 
     Args:
         state: the training that resumes.

@@ -150,6 +150,9 @@ class ShardWriter:
                 OSError if any rank has failed. If a rank is gone, any of the others may raise OSError. With hybrid
                 sharding, only the first rank of those with the same rows writes; on the other ranks, the function does
                 nothing.
+
+        Raises:
+            OSError: The folder of earlier shards cannot be listed. This rank alone raises it.
         """
         description, tensors = describe_state(content)
         progress = content["state"]["progress"]
