@@ -324,19 +324,20 @@ def _local_folder(key: str) -> Iterator[Path]:
     """Create and hold the folder of a training's local checkpoint, named by the training's key, while the block runs.
 
     If another process holds that folder, the block gets a private folder, which is removed at the end. Abandoned
-    checkpoints of other trainings are removed first. Raises InputError if the folder for runs cannot be written to.
+    checkpoints of other trainings are removed before the block runs. Raises InputError if the folder for runs cannot be
+    written to.
     """
     folder = runs_dir() / "checkpoints" / key
     with ExitStack() as stack:
         with writing_to(runs_dir(), "DDP_RUNS_DIR"):
             folder.mkdir(parents=True, exist_ok=True)
-            remove_abandoned(folder.parent)
             try:
                 stack.enter_context(held(folder))
             except (HeldError, FileNotFoundError):  # another process holds the folder, or has just removed it
                 folder = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{key}{PRIVATE}"))
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 stack.enter_context(held(folder))
+            remove_abandoned(folder.parent)  # not before: this training's own checkpoint may be as old
         yield folder
 
 

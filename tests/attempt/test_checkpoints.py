@@ -80,11 +80,15 @@ def test_a_killed_one_is_taken_over(holder):
     assert not any(theirs.parent.parent.iterdir()), "a training that succeeded leaves nothing, not even a lock"
 
 
-def test_one_that_failed_keeps_its_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("idle", [0.0, 2 * ABANDONED_SECONDS])
+def test_one_that_failed_keeps_its_checkpoint_however_old(tmp_path, monkeypatch, idle):
     monkeypatch.setenv("DDP_RUNS_DIR", str(tmp_path))
     with suppress(KeyError), local_store() as store:
         store.path.write_text("so far")
         raise KeyError
+    then = time.time() - idle
+    for path in (store.path, store.path.parent):
+        os.utime(path, (then, then))
     with local_store() as again:
         assert again.path.read_text() == "so far"
 
