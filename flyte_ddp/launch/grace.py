@@ -89,7 +89,7 @@ class Grace:
 
 
 def _read(name: str) -> int:
-    """Return the whole number of seconds in an environment variable; 0 if it is not set.
+    """Return the whole number of seconds in an environment variable; 0, which counts as unset, if it is not set.
 
     Raises:
         InputError: the variable is not a whole number from 0 to MOST_SECONDS (one hour).

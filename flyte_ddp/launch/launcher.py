@@ -98,7 +98,7 @@ def launch(
             is raised here.
         preload: modules that are imported once for all ranks, if this is the first launch.
         root: a folder that comes first on the ranks' sys.path, such as UserCode.root.
-        first: the lowest rank on this host; all others are on other hosts.
+        first: the number of the first rank on this host. Ranks first to first + world.local_size - 1 are started here.
 
     Returns:
         The value that each rank of this host returned, by rank. Also after a signal, if all ranks have still come to
@@ -321,7 +321,7 @@ def _supervise(
 
 
 def _with_ended(failures: Sequence[Failure], ranks: Sequence[_Rank]) -> list[Failure]:
-    """Return the failures; a hang or a lost peer with the ranks in its message whose work had ended by then, if any."""
+    """Return the failures. The message of a hang or a lost peer also names the ranks that had ended by then, if any."""
     ended = [str(rank.rank) for rank in ranks if rank.outcome == "done"]
     said = f"rank{'s' * (len(ended) > 1)} {listed(ended)} had ended before: " if ended else ""
     return [replace(one, message=said + one.message) if one.kind in ("hang", "peer") else one for one in failures]

@@ -214,10 +214,10 @@ class Ranks:
             world: all ranks.
             job: the run. Without its storage, nothing is mirrored.
             on_event: takes the events.
-            first: the lowest rank on this host.
+            first: the number of the first rank on this host.
 
         Raises:
-            Exception: what launch and the mirror raise.
+            Exception: what launcher.launch raises, or a storage that does not deliver the checkpoints.
         """
         manifest = Path(job.checkpoint_path)
         folder = manifest.with_name("script")
