@@ -20,7 +20,7 @@ from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.grace import GRACE_VARIABLE
 from flyte_ddp.lock import HeldError, held
 from flyte_ddp.manifest import models_beside, read_manifest, remove_checkpoint, shards_beside, write_manifest
-from flyte_ddp.report.console import say, warn
+from flyte_ddp.report.console import say, say_interrupted, warn
 from flyte_ddp.text import explain_error
 from flyte_ddp.whole_files import LEFTOVER_SECONDS, link_or_copy, writing_to
 
@@ -270,9 +270,10 @@ def checkpoint_store(
     """Open the store of this training's checkpoint, and put the checkpoint to resume from at the store's `path`.
 
     A context manager. Without a checkpoint to resume from, there is no file at `path`. In a local run, the checkpoint's
-    folder is removed when the block has succeeded. On a cluster, checkpoints are uploaded during the block, and its end
-    waits until the newest one is uploaded. After a preemption it waits only until the pod's grace is over, the time
-    from the SIGTERM to the SIGKILL. A failed upload is only a warning.
+    folder is removed when the block has succeeded. After Ctrl-C or a SIGTERM a line says how to continue, unless the
+    folder is removed. On a cluster, checkpoints are uploaded during the block, and its end waits until the newest one
+    is uploaded. After a preemption it waits only until the pod's grace is over, the time from the SIGTERM to the
+    SIGKILL. A failed upload is only a warning.
 
     Args:
         platform: the platform.
@@ -297,7 +298,12 @@ def checkpoint_store(
             if not resume:
                 remove_checkpoint(local.path)
             local.fetch_given(resume_from)
-            yield local
+            try:
+                yield local
+            except (KeyboardInterrupt, PreemptedError):
+                if PRIVATE not in folder.name:
+                    say_interrupted(local.path)
+                raise
             shutil.rmtree(folder, ignore_errors=True)  # only a successful training gets here
         return
     store = PlatformStore(platform, is_by_ranks)

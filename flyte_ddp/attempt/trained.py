@@ -18,9 +18,8 @@ from flyte_ddp.code.user_code import UserCode
 from flyte_ddp.engine.job import Subject, TrainingResult, make_job
 from flyte_ddp.events import StartUp
 from flyte_ddp.launch.environment import World
-from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.signals import finishing
-from flyte_ddp.report.console import say_interrupted, say_summary
+from flyte_ddp.report.console import say_summary
 from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.report.observers import Observers
 from flyte_ddp.report.predictions import Predictions, load_predictions
@@ -149,12 +148,7 @@ def train_by(
             leave_progress(platform, run)
             observers(StartUp("importing torch"))
             finish_first()
-            try:
-                results = with_bad_nodes_listed(platform, start)(job, observers)
-            except (KeyboardInterrupt, PreemptedError):
-                if platform.is_local():
-                    say_interrupted(run.store.path)
-                raise
+            results = with_bad_nodes_listed(platform, start)(job, observers)
             goodput.wait(time.time())
             finished = RunFinished.of(results, logs, goodput)
             observers.end(finished)

@@ -70,6 +70,19 @@ def test_two_of_the_same_training_do_not_meet_and_the_second_leaves_nothing(hold
     assert theirs.read_text() == "half a training"
 
 
+def test_an_interrupted_one_says_where_the_same_command_goes_on_unless_its_checkpoint_is_removed(holder, capsys):
+    process, theirs = holder
+    said = []
+    for _ in range(2):
+        with suppress(KeyboardInterrupt), local_store() as store:
+            store.path.write_text("another")
+            raise KeyboardInterrupt
+        said.append(capsys.readouterr().err)
+        process.kill()
+        process.join()
+    assert said == ["", f"Interrupted; the same command resumes from {theirs}\n"]
+
+
 def test_a_killed_one_is_taken_over(holder):
     process, theirs = holder
     process.kill()
