@@ -65,8 +65,8 @@ def train(environment: Environment, device: torch.device, link: Link, job: Job) 
         NonFiniteError: A loss or gradient is not finite.
         StopRequested: A rank was asked to stop; a checkpoint was written, if one could be.
         WrongBitsError: Ranks with the same hardware have computed different bits.
-        RecoverableError: A host differs from the others, and options.odd_hosts is "refuse"; or the platform's storage
-            has failed.
+        RecoverableError: A host differs from the others, and options.odd_hosts is "refuse"; or the checkpoint, or
+            the platform's storage, cannot be read now.
     """
     configure_process(environment, job)
     check_same_training(environment, job)

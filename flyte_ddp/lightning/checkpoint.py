@@ -103,6 +103,7 @@ class CheckpointFiles(TorchCheckpointIO):
         Raises:
             InputError: The user has asked for the checkpoint that is refused, or it is another training's in the output
                 folder. Rank 0 alone raises it.
+            RecoverableError: The checkpoint cannot be read now. Rank 0 alone raises it.
         """
         self._state = state_on_all_ranks(self._job, self._emit, self._device)
         return self._path if self._state else None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyte_ddp.engine.checkpoints.sharded_checkpoint import describe_state, open_shards, rebuild_state
+from flyte_ddp.engine.checkpoints.sharded_checkpoint import describe_state, open_shards, rebuild_state, unreadable
 from flyte_ddp.engine.sharding.sharded_state import Shard, fill, with_room
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
@@ -104,17 +104,21 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str,
 
     Raises:
         OtherTrainingError: the checkpoint has another format, or is of a training with another identity.
-        CheckpointError: the checkpoint is missing or damaged, or cannot be read.
+        CheckpointError: the checkpoint is damaged.
+        FileNotFoundError: there is no checkpoint.
+        RecoverableError: the checkpoint cannot be read now, as where a disk does not answer.
     """
     try:
         with open(path, "rb") as file:
             digest = _digest(file, path.stat().st_size - DIGEST_BYTES)
             expected = file.read()
+        if digest != expected:
+            raise CheckpointError("is damaged, or of an older version: its content does not match its checksum")
+        content = _content(path)
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}") from None
-    if digest != expected:
-        raise CheckpointError("is damaged, or of an older version: its content does not match its checksum")
-    content = _content(path)
+        raise unreadable(path, error) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         saved_format = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise OtherTrainingError(f"has format {saved_format}, this version reads {FORMAT}")
@@ -273,12 +277,13 @@ def _content(path: Path) -> Any:
     Tensors are not read yet: they are mapped from the file or, of a sharded checkpoint, StoredTensors.
 
     Raises:
-        CheckpointError: The content cannot be read although the checksum is right.
+        CheckpointError: The content has another form, although the checksum is right.
+        OSError: The file cannot be read.
     """
     try:
         manifest = read_manifest(path)
         return open_shards(shards_beside(path) / manifest["folder"], manifest) if manifest else _load(path, mmap=True)
-    except CheckpointError:
+    except (CheckpointError, OSError):
         raise
     except Exception as error:  # the manifest may have any form, so the error may have any type
         raise CheckpointError(f"cannot be read: {type(error).__name__}: {error}") from None
@@ -293,6 +298,8 @@ def _load(file: Path | IO[bytes], mmap: bool = False) -> Any:
         raise CheckpointError(
             f"cannot be read: it has something else than tensors and plain values in it{kind}"
         ) from None
+    except OSError:
+        raise
     except Exception as error:  # pickle, zipfile and torch raise many types
         first_line = str(error).partition("\n")[0]
         raise CheckpointError(f"cannot be read: {type(error).__name__}: {first_line}") from None

@@ -56,7 +56,8 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
         InputError: The refused checkpoint is that of RunOptions.resume_from, or another training's in the output folder
             of train(). If rank 0 refuses the file itself, it alone raises the error; if the checkpoint is refused
             later, all ranks do.
-        RecoverableError: The platform's storage fails. This rank alone raises it.
+        RecoverableError: A file of the checkpoint cannot be read now, or the platform's storage fails. This rank alone
+            raises it.
     """
     content, found = _find(job, link.emit, state.base.digest)
     if found is None:
@@ -102,6 +103,7 @@ def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.de
     Raises:
         InputError: The refused checkpoint is the one that the user has asked for, or another training's in the output
             folder of train(). Rank 0 alone raises it.
+        RecoverableError: The checkpoint cannot be read now. Rank 0 alone raises it.
     """
     content, found = _find(job, emit)
     if found is None:
@@ -120,7 +122,8 @@ def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> t
     """Verify the job's checkpoint on rank 0, if there is one, and tell all ranks what they need to know; a collective.
 
     A checkpoint that cannot be used, or whose frozen weights are others than this training's, is refused: rank 0 emits
-    CheckpointRefused, or raises InputError if the user wants this checkpoint.
+    CheckpointRefused, or raises InputError if the user wants this checkpoint. If the file is there but cannot be read,
+    rank 0 raises RecoverableError.
 
     Args:
         job: the training.
@@ -134,7 +137,7 @@ def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> t
     """
     path = Path(job.checkpoint_path)
     content = found = None
-    if distributed.get_rank() == 0 and os.path.exists(job.checkpoint_path):
+    if distributed.get_rank() == 0 and job.checkpoint_path:
         try:
             content = read_checkpoint(path, job.checkpoint_identity, job.hashes)
             if base is not None and content["state"]["base"] != base:  # all ranks have rank 0's weights of the base
@@ -142,6 +145,8 @@ def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> t
             manifest = read_manifest(path)
             outline = pytree.tree_map_only((Tensor, StoredTensor), _on_meta, content["state"])
             found = checksum(path), outline, manifest if manifest and "url" in manifest else None, job.options
+        except FileNotFoundError:  # unlike os.path.exists, which is False where a disk does not answer, too
+            pass
         except CheckpointError as error:
             refuse(error, job.options, emit, output=path.parent if job.chosen_by == OUTPUT else None)
     return content, broadcast_value(found)
@@ -182,6 +187,7 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
 
     Raises:
         CheckpointError: a file is damaged or missing. All ranks raise this.
+        RecoverableError: a file cannot be read now. This rank alone raises it.
     """
     seen = gather_values(content is not None)
     position = sum(seen[: distributed.get_rank()])

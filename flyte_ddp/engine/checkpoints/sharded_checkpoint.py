@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flyte_ddp.engine.sharding.sharded_state import Shard
+from flyte_ddp.errors import RecoverableError
 from flyte_ddp.whole_files import content_digest
 
 PLAIN = (str, int, float, bool, type(None))  # the plain types that JSON has
@@ -159,9 +160,23 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_problem(shard: Path, digest: str) -> str:
-    """Return what is wrong with a file of a sharded checkpoint, which must have this SHA-256; empty if nothing is."""
+    """Return what is wrong with a file of a sharded checkpoint, which must have this SHA-256; empty if nothing is.
+
+    Raises:
+        RecoverableError: The file is there, but cannot be read now.
+    """
     try:
         is_whole = content_digest(shard) == digest
-    except OSError as error:
+    except FileNotFoundError as error:
         return f"is incomplete: {shard.name} of its shards cannot be read: {error.strerror}"
+    except OSError as error:
+        raise unreadable(shard, error) from None
     return "" if is_whole else f"is damaged: {shard.name} of its shards does not match its digest"
+
+
+def unreadable(file: Path, error: OSError) -> RecoverableError:
+    """Return the error to raise where a checkpoint's file cannot be read: it may be good, and must not be replaced."""
+    return RecoverableError(
+        f"{file}, a file of the checkpoint, cannot be read: {error.strerror}: try again once its disk answers, or drop "
+        "the checkpoint by RunOptions(resume=False)"
+    )

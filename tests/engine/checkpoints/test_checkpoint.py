@@ -15,7 +15,7 @@ from torch import distributed
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, compare_identities, read_checkpoint, write_checkpoint
 from flyte_ddp.engine.job import Subject
 from flyte_ddp.engine.sharding.sharded_state import Shard
-from flyte_ddp.errors import CheckpointError, InputError
+from flyte_ddp.errors import CheckpointError, InputError, RecoverableError
 from flyte_ddp.events import CheckpointRefused, EpochFinished
 from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.settings import RunOptions
@@ -92,6 +92,19 @@ def test_what_another_training_has_left_in_the_output_is_lost_by_request_alone(t
     other(resume=False)
     assert (tmp_path / "model.pt").read_bytes() != weights
     assert not left.exists()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("/proc/self/mem", "Input/output error"), ("checkpoint", "Too many levels of symbolic links")],
+)
+def test_one_that_cannot_be_read_now_is_neither_refused_nor_replaced(tmp_path, target, reason):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.symlink_to(target)  # which fails like a disk that does not answer
+    with pytest.raises(RecoverableError, match=f"checkpoint, a file of .* cannot be read: {reason}: try again once"):
+        run(Sound, tmp_path)
+    assert checkpoint.is_symlink()
 
 
 @pytest.mark.usefixtures("alone")

@@ -8,7 +8,7 @@ import torch
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.job import job_in, make_subject
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, RecoverableError
 from flyte_ddp.events import StepLogged
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import World
@@ -106,6 +106,16 @@ def test_damage_is_named_and_training_starts_anew(cut, tmp_path, kind):
     _, seen = go_on(cut, tmp_path / "damaged", "full", damage, left=0)
     assert reason in seen.refused[0]
     assert seen.started == (0, 0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_shard_that_cannot_be_read_now_is_no_damage(cut, tmp_path):
+    def unplug_disk(folder):
+        (folder / "1.safetensors").unlink()
+        (folder / "1.safetensors").symlink_to("/proc/self/mem")  # where reading fails
+
+    with pytest.raises(RecoverableError, match=r"1\.safetensors, a file of the checkpoint, cannot be read: Input"):
+        go_on(cut, tmp_path / "unplugged", "full", unplug_disk, left=0)
 
 
 def test_damage_to_an_earlier_attempts_checkpoint_is_not_to_the_one_given(cut, tmp_path):
