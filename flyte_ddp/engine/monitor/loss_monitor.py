@@ -22,7 +22,7 @@ class LossMonitor:
         constant_loss: mean loss of the best constant prediction; for classes, the entropy of their frequencies. 0 if
             unknown.
         epochs: the number of epochs; 0 if unknown.
-        scale: the unit for leaps: constant_loss or, if unknown, the mean loss of the first window.
+        scale: the unit for leaps: the absolute value of constant_loss or, if unknown, of the first window's mean loss.
         lowest: the lowest mean training loss of any window since the last leap.
         loss_sum, samples: the sum of losses and the number of samples of the current window.
         guessing: whether the last evaluation was no better than the constant prediction.
@@ -53,7 +53,7 @@ class LossMonitor:
 
         Steps are collected into windows of at least WINDOW samples, and the mean loss of each window is compared with
         the lowest mean of the windows before it. The loss has leapt if it is higher by more than LEAP times
-        constant_loss or, if constant_loss is 0 (unknown), LEAP times the absolute value of the first window's mean.
+        the absolute value of constant_loss or, if constant_loss is 0 (unknown), of the first window's mean.
         After a leap, only windows from that one on are compared, so that a leap is reported once. The warning is also
         added to `warnings`; the caller emits it.
 
@@ -75,7 +75,7 @@ class LossMonitor:
         mean = self.loss_sum / self.samples
         before = self.lowest
         self.loss_sum, self.samples = 0.0, 0
-        self.scale = self.scale or self.constant_loss or abs(mean)
+        self.scale = abs(self.scale or self.constant_loss or mean)
         if mean > before + LEAP * self.scale:
             self.lowest = mean  # so that a leap is reported once
             leap = (

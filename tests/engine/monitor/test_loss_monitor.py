@@ -10,8 +10,8 @@ from flyte_ddp.events import EpochFinished, NotLearning
 LOG10 = math.log(10)
 
 
-def monitored(losses, samples=1280, epoch=0):
-    monitor = LossMonitor(LOG10)
+def monitored(losses, samples=1280, epoch=0, constant_loss=LOG10):
+    monitor = LossMonitor(constant_loss)
     for step, loss in enumerate(losses, 1):
         monitor.after_steps(epoch, step, loss, samples)
     return monitor
@@ -23,6 +23,11 @@ def evaluated(epoch, loss, fraction=1.0):
 
 def test_a_loss_that_falls_is_no_leap_and_neither_is_one_that_wavers():
     assert monitored([2.3, 1.9, 0.6, 0.9, 0.2, 0.01, 0.4, 0.02]).warnings == []
+
+
+def test_leaps_are_measured_by_the_size_of_a_negative_constant_loss():
+    monitor = monitored([-1.0, -1.5, -1.4, -1.9, -1.0], constant_loss=-2.0)
+    assert [warning.step for warning in monitor.warnings] == [5]
 
 
 def test_a_leap_is_told_once_with_the_step_and_the_losses():
