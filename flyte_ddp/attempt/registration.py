@@ -410,10 +410,14 @@ def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
 
 
 def check_place(place: str) -> None:
-    """Raise InputError for a promote_to that is neither empty, nor a URL, nor an absolute path."""
+    """Raise InputError for a promote_to that is neither empty, nor a URL without keys, nor an absolute path."""
     if place and "://" not in place and not place.startswith("/"):
         raise InputError(
             f"promote_to must be a URL of Flyte's storage (s3://…) or an absolute path, got {json.dumps(place)}"
+        )
+    if masked(place) != place:
+        raise InputError(
+            "promote_to must not have keys in it, which everybody would see: leave them to Flyte's settings"
         )
 
 

@@ -90,6 +90,7 @@ from tests.pod import container_of, package
         ("DDP_ANNOTATIONS", '{"cost": 1}', '"cost" with 1'),
         ("DDP_POD_TEMPLATE", "Spot_nodes", "kubectl get podtemplates"),
         ("DDP_PROMOTE_TO", "models", "an absolute path"),
+        ("DDP_PROMOTE_TO", "s3://KEY:PASSWORD@bucket/models", "must not have keys"),
         ("DDP_NOTIFY", "me@example.org", "slack:ADDRESS or email:ADDRESS"),
         ("DDP_NOTIFY", "slack:channel", "NAME@HOST"),
         ("DDP_NOTIFY", "slack:me@example.org,mail:me@example.org", "slack:ADDRESS or email:ADDRESS"),
@@ -101,6 +102,8 @@ from tests.pod import container_of, package
         ("DDP_WEBHOOK_SECRET", "hooks", "GROUP/KEY"),
         ("DDP_CONSOLE", "flyte", "https://host/path"),
         ("DDP_DATA_MIRROR", "/some/folder", "write file:///some/folder"),
+        ("DDP_DATA_MIRROR", "s3://KEY:PASSWORD@bucket/folder", "must not have keys"),
+        ("DDP_DATA_MIRROR", "gs://KEY:PASS/PASSWORD@bucket/folder", "must not have keys"),
     ],
 )
 def test_wrong_settings_are_refused(monkeypatch, variable, value, names):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flyte_ddp.data.sources.open_url import Opener, RefusedError, UnreachableError
 from flyte_ddp.errors import DownloadError, InputError
-from flyte_ddp.text import masked
+from flyte_ddp.text import USER, masked
 from flyte_ddp.whole_files import content_digest, whole_file, writing_to
 
 MIRROR_VARIABLE = "DDP_DATA_MIRROR"
@@ -116,10 +116,19 @@ class Mirrors:
 
 
 def mirror_from_environment() -> str | None:
-    """Return DDP_DATA_MIRROR, or None if it is not set. Raises InputError if it is not the URL of a folder."""
+    """Return DDP_DATA_MIRROR, or None if it is not set.
+
+    Raises:
+        InputError: It is not the URL of a folder, or is the URL of a storage and has keys in it.
+    """
     url = os.environ.get(MIRROR_VARIABLE, "").strip()
     if not url:
         return None
+    if url.partition("://")[0].lower() in STORAGES and USER.search(url):
+        raise InputError(
+            f"{MIRROR_VARIABLE} must not have keys in it, got {masked(url)!r}: leave them to the environment, as "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3://, or to Flyte's settings"
+        )
     with suppress(ValueError):
         parts = urllib.parse.urlsplit(url)
         is_local = parts.scheme == "file" and parts.netloc in ("", "localhost")
