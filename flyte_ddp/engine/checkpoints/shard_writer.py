@@ -30,7 +30,7 @@ from flyte_ddp.whole_files import content_digest, sync, sync_folder
 class SharedFolder:
     """A destination of checkpoints' files beside the manifest, on a disk that all writing ranks see.
 
-    All methods may raise OSError.
+    All methods but begin() may raise OSError.
     """
 
     def __init__(self, path: Path, environment: Environment):
@@ -44,6 +44,7 @@ class SharedFolder:
             InputError: a rank does not see rank 0's folder. All ranks raise the error.
         """
         self._path, self._start = broadcast_value((path, uuid.uuid4().hex[:8]))
+        self._is_first = environment.rank == 0
         self._older: list[Path] = []
         self._numbers = itertools.count()
         if cut().parts > environment.world.local_size:
@@ -69,7 +70,10 @@ class SharedFolder:
         """Return a new folder for this rank's file of the checkpoint at this epoch and step ("3-120"); a collective."""
         # A number, because a step may have two checkpoints, such as one that was due and the last one before a stop
         folder = shards_beside(self._path) / f"{position}-{self._start}-{next(self._numbers)}"
-        self._older = [other for other in folder.parent.glob("*") if other != folder]
+        self._older = []
+        if self._is_first:
+            with suppress(OSError):  # the next checkpoint removes what this one cannot list
+                self._older = [other for other in folder.parent.glob("*") if other != folder]
         return folder
 
     def keep(self, file: Path) -> None:
@@ -150,9 +154,6 @@ class ShardWriter:
                 OSError if any rank has failed. If a rank is gone, any of the others may raise OSError. With hybrid
                 sharding, only the first rank of those with the same rows writes; on the other ranks, the function does
                 nothing.
-
-        Raises:
-            OSError: The folder of earlier shards cannot be listed. This rank alone raises it.
         """
         description, tensors = describe_state(content)
         progress = content["state"]["progress"]

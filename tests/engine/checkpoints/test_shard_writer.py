@@ -115,6 +115,22 @@ def test_one_that_cannot_be_written_leaves_the_one_before_and_nothing_else(rank,
     assert not shards_beside(path).exists()
 
 
+def test_a_folder_that_cannot_be_listed_fails_where_all_ranks_learn_of_it(rank, tmp_path):
+    rank.begin(make_content(1, torch.ones(2, 2)), CPU)()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))  # nothing more can be opened
+    try:
+        rest = rank.begin(make_content(2, torch.ones(2, 2)), CPU)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with pytest.raises(OSError, match=r"rank 0: .*Too many open files"):
+        rest()
+    rank.begin(make_content(3, torch.ones(2, 2)), CPU)()
+    path = tmp_path / "checkpoint"
+    assert read_checkpoint(path, {})["state"]["progress"]["step"] == 3
+    assert len([*shards_beside(path).iterdir()]) == 1
+
+
 class Copies:
     """A storage whose URLs are files of this machine."""
 
