@@ -152,6 +152,15 @@ def test_images_that_links_lead_to_are_found(folder, tmp_path):
     assert described(index(folder)).train_samples > before
 
 
+def test_hidden_files_and_those_of_hidden_folders_are_left_out(folder):
+    before = stamp_images(folder)
+    image = next((folder / "class 1").iterdir())
+    (folder / "class 2" / "more" / ".ipynb_checkpoints").mkdir(parents=True)
+    for name in (".1.png", "more/.ipynb_checkpoints/1.png"):
+        shutil.copy(image, folder / "class 2" / name)
+    assert stamp_images(folder) == before
+
+
 def test_unreadable_files_are_named_and_counted_up_to_the_share(folder):
     good = sorted((folder / "class 1").iterdir())
     (folder / "class 1" / "empty.png").touch()

@@ -366,9 +366,13 @@ def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Call
 
 
 def _image_names(folder: Path, below: Path) -> list[str]:
-    """Return the image files anywhere below a sub-folder, by names relative to the folder, sorted."""
+    """Return the image files anywhere below a sub-folder, by names relative to the folder, sorted.
+
+    Hidden files, and files in hidden folders, are left out.
+    """
     files = (file for file in files_below(folder / below) if file.name.lower().endswith(EXTENSIONS))
-    return sorted(os.path.relpath(file, folder) for file in files if not file.name.startswith("."))
+    names = (os.path.relpath(file, folder) for file in files)
+    return sorted(name for name in names if "/." not in name)
 
 
 def _printable(name: str) -> str:
