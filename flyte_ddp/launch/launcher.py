@@ -109,11 +109,13 @@ def launch(
             the others wait for. It is a RecoverableRankError if another attempt may succeed.
         InputError: A rank raised an InputError; or an environment variable that sets the grace is wrong.
         PreemptedError: A SIGTERM or SIGHUP arrived here, or a SIGTERM at a rank. The ranks are asked to stop. Before
-            the first step they are killed at once, and afterwards when the grace is over (see grace.py).
+            the first step they are killed at once, and afterwards when the grace is over (see grace.py). Where rank 0
+            is on another host, nobody here knows of the first step, so the ranks always have the grace.
         KeyboardInterrupt: The user pressed Ctrl-C. The ranks end as after a SIGTERM. A second Ctrl-C ends them at once,
             unless one of them writes a checkpoint.
     """
-    grace = Grace()
+    grace = Grace(is_told=first == 0)
+    grace.has_started = first > 0  # rank 0 alone tells of it
     warm_up(preload)
     threads = threads_per_rank(world.local_size)
     cores = available_cores()

@@ -276,6 +276,13 @@ def ignore_the_notice(environment: Environment, link: Link, phase: str) -> None:
     wait_for_ever()
 
 
+def save_when_asked_to_stop(environment: Environment, link: Link, argument: Any) -> str:
+    print("here")
+    while not link.stop_requested:
+        threading.Event().wait(0.01)
+    return "saved"
+
+
 def started(first_epoch: int = 0) -> RunStarted:
     """Return what is told before the first step."""
     return RunStarted("", "", "", (), 0, 0, 0, 1, "gloo", "cpu", "", 2, 10, first_epoch, 0, 0.0, [])

@@ -18,7 +18,7 @@ from benchmarks.faults import has_ended
 from flyte_ddp.code.code_version import find_sources
 from flyte_ddp.code.user_code import ENGINE
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import CheckpointFailed
+from flyte_ddp.events import CheckpointFailed, Printed
 from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import Environment, World, available_cores
 from flyte_ddp.launch.failures import PreemptedError, RankError, RecoverableRankError
@@ -344,6 +344,16 @@ def test_at_the_end_of_the_grace_it_is_said_where_a_resume_begins(monkeypatch, w
     words = f"SIGTERM: killed as the grace of 1 s ends, in which ranks {did} .* a resume begins before epoch 2, step 5;"
     with pytest.raises(PreemptedError, match=words):
         launch("ignore_the_notice", 2, phase, on_event=on_event)
+
+
+def test_ranks_of_another_host_than_the_first_have_the_grace_though_they_tell_of_no_start():
+    def on_event(event):
+        if isinstance(event, Printed):
+            signal.raise_signal(signal.SIGTERM)
+
+    world = World(size=2, local_size=1, backend="gloo", device="cpu")
+    target = f"{TARGETS}:save_when_asked_to_stop"
+    assert launcher.launch(target, world, None, 60, on_event, first=1) == ["saved"]
 
 
 @pytest.mark.parametrize("value", ["-1", "ten", "1.5", "3601", "9" * 5000, "٣"])
