@@ -9,16 +9,19 @@ EPSILON = 5e-4  # is added to the covariance's eigenvalues; the paper has this a
 
 
 class Airbench94(nn.Module):
-    """A fixed whitening of patches, then three blocks of two convolutions: 1,972,792 parameters for (3, 32, 32).
+    """A fixed whitening of patches, then three blocks of two convolutions: 1,972,504 parameters for (3, 32, 32).
 
-    In evaluation mode, the logits are the mean over an image and its mirror image.
+    The filters of the whitening are a buffer: they depend on the training data, so files of weights must have them. In
+    evaluation mode, the logits are the mean over an image and its mirror image.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         channels = image_shape[0]
         self.whitening = nn.Conv2d(channels, 8 * channels, 2)
-        self.whitening.weight.requires_grad_(False)
+        filters = self.whitening.weight.detach()
+        del self.whitening.weight  # parameters that are frozen are left out of files
+        self.whitening.register_buffer("weight", filters)
         self.blocks = nn.Sequential(Block(8 * channels, 64), Block(64, 256), Block(256, 256))
         self.fc = nn.Linear(256, classes, bias=False)
 

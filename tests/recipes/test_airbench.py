@@ -13,6 +13,7 @@ from flyte_ddp.recipe import Random
 from flyte_ddp.recipes.airbench import Airbench94
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.recipes.images import ImageClassifier
+from flyte_ddp.recipes.models import load_model
 from tests.small_training import Unplugged, identical
 
 PRESET = yaml.safe_load((Path(__file__).parents[2] / "presets" / "cifar10-94.yaml").read_text())
@@ -37,6 +38,13 @@ def test_the_first_layer_whitens_the_images_it_was_given():
     moments = features[:12] @ features[:12].T / features.shape[1]
     assert (moments - moments.diag().diag()).abs().max() < 1e-3
     assert torch.all((moments.diag() > 0.5) & (moments.diag() < 1.01))
+
+
+def test_a_file_of_weights_has_the_filters_that_depend_on_the_training_data(train, small_data):
+    trained = train(1, **{**SETTINGS, "epochs": 1})
+    first = recipe_for(small_data, **SETTINGS).initial_model().state_dict()
+    found = load_model(trained.folder / "model.pt").state_dict()
+    assert torch.equal(found["whitening.weight"], first["whitening.weight"])
 
 
 def test_evaluation_is_the_same_for_an_image_and_its_mirror_image():
