@@ -47,7 +47,7 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
 
     Args:
         environment: this process, with its device.
-        link: is told after each batch that the process is alive.
+        link: is told after each image file and each batch that the process is alive.
         job: the shard. All of its images are in memory at once.
 
     Raises:
@@ -57,7 +57,7 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
     settle_arithmetic()
     device = torch.device(environment.world.device)
     description = prepared.read_description(job.data)
-    images, rows = read_images(job, description)
+    images, rows = read_images(job, description, link)
     model = load_model(job.model_path, job.options.model, description.image_shape, len(description.classes))
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     normalise = Normaliser(description.mean, description.std, device)
@@ -76,12 +76,12 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
         write_rows(Path(job.output), predicted)
 
 
-def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndarray, list[Row]]:
+def read_images(job: ShardJob, description: DatasetDescription, link: Link) -> tuple[np.ndarray, list[Row]]:
     """Return the shard's images (n, C, H, W) uint8, and their rows, in which predictions and scores are empty.
 
     The images are the files job.files or, if there are none, a part of the dataset's split. A file's label is the class
     that the file's folder is named after, by name or number. A file that cannot be read gives zeros, and its row has
-    the reason.
+    the reason. The link is told after each file that the process is alive.
 
     Raises:
         InputError: the images are files, and the dataset's images have neither 1 nor 3 channels.
@@ -108,4 +108,5 @@ def read_images(job: ShardJob, description: DatasetDescription) -> tuple[np.ndar
         except Exception as error:  # Pillow's decoders raise a dozen types for a damaged file
             problem = reason(error)
         rows.append(Row(name, labelled.get(Path(name).parent.name, ""), "", "", problem))
+        link.heartbeat()
     return images, rows
