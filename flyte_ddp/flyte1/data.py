@@ -22,6 +22,7 @@ from flyte_ddp.attempt import platform_storage
 from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.description import StoredData
 from flyte_ddp.data.remote_files import stored_data, use_storage_options
+from flyte_ddp.errors import DownloadError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion, OnClustersOnly
 from flyte_ddp.flyte1.platform import is_local
@@ -122,14 +123,19 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
 
     Raises:
         FileNotFoundError: The storage lacks a file.
-        Exception: The storage fails in another way. Each storage has errors of its own.
+        DownloadError: The storage fails in another way, which is worth another attempt.
     """
     source = get_url(folder)
     if not FileAccessProvider.is_remote(source):
         return [(name, str(Path(source, name))) for name in names]
     copies = [str(into / f"{number}{Path(name).suffix}") for number, name in enumerate(names)]
     files, root = platform_storage.files_at(platform, source)
-    files.get([f"{root}/{name}" for name in names], copies)
+    try:
+        files.get([f"{root}/{name}" for name in names], copies)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each storage has errors of its own
+        raise DownloadError(f"{source} cannot be downloaded: {type(error).__name__}: {error}") from None
     return list(zip(names, copies, strict=True))
 
 

@@ -61,7 +61,7 @@ class InferenceOutputs(NamedTuple):
     report: FlyteFile["html"]  # noqa: F821
 
 
-@task(enable_deck=True, deck_fields=(), **preparation_resources())
+@task(enable_deck=True, deck_fields=(), retries=2, **preparation_resources())
 @platform_errors(platform)
 def gather_shards(
     parts: list[CSVFile],
@@ -182,8 +182,7 @@ class Listing:
 
         Raises:
             ReportedError: a listed file is gone from the storage. (A file that is gone from this machine raises
-                nothing here.)
-            Exception: the storage fails in another way; each storage has errors of its own.
+                nothing here.) DownloadError, which derives from this error, means that the storage fails.
         """
         if folder is None:
             return []

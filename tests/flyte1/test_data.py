@@ -17,7 +17,7 @@ from flyte_ddp.attempt.platform_storage import download_once
 from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.data.blocks.block_folder import write_blocks
 from flyte_ddp.data.sources.image_settings import ImageSettings
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.flyte1.data import fetch, file_by_content, folder_by_content, list_files, new_folder, weights_by_content
 from flyte_ddp.flyte1.index_images import find_images
 from flyte_ddp.flyte1.inputs import classifier_metadata
@@ -103,6 +103,23 @@ def test_folder_in_storage_is_listed_and_fetched_file_by_file(tmp_path):
     storage.pipe("/photos/b.png", b"another content")
     changed = {name for name, version in list_files(folder).items() if version != before[name]}
     assert changed == {"b.png"}
+
+
+def test_a_storage_that_does_not_deliver_a_file_now_is_worth_a_retry(monkeypatch, tmp_path):
+    monkeypatch.setattr("fsspec.config.conf", {})
+    with object_storage() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        server.objects["bucket/photos/a.png"] = b""
+        access = FileAccessProvider(tmp_path, "s3://bucket/raw")
+        folder = FlyteDirectory("s3://bucket/photos")
+        with FlyteContextManager.with_context(FlyteContextManager.current_context().with_file_access(access)):
+            server.failures = 9
+            with pytest.raises(DownloadError, match=r"^s3://bucket/photos cannot be downloaded: OSError: .*Refused"):
+                fetch(folder, ["a.png"], tmp_path)
+            server.failures = 0
+            with pytest.raises(FileNotFoundError):
+                fetch(folder, ["b.png"], tmp_path)
 
 
 def test_the_key_of_a_folder_in_storage_follows_its_files():
