@@ -26,7 +26,7 @@ from flyte_ddp.export.verified import export
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.data import downloaded
 from flyte_ddp.flyte1.index_images import attach
-from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata
+from flyte_ddp.flyte1.inputs import check_dataset, choose_dataset, classifier_metadata
 from flyte_ddp.flyte1.outputs import output_folder, output_page
 from flyte_ddp.flyte1.platform import is_local
 from flyte_ddp.flyte1.prepare import PreparedDataset
@@ -94,10 +94,14 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 
     Raises:
         InputError: A format's library is missing, the weights' file does not exist in a local run, or the weights are
-            not those of a built-in classifier on a built-in dataset.
+            not those of a built-in classifier on a built-in dataset, or were trained on another dataset than
+            options.dataset.
     """
     check_formats(options)
-    return choose_dataset(classifier_metadata(model_state), options.dataset, "run export_folder_wf with that folder")
+    known = classifier_metadata(model_state)
+    dataset = choose_dataset(known, options.dataset, "run export_folder_wf with that folder")
+    check_dataset(known, options.dataset)
+    return dataset
 
 
 @task(**small_resources())

@@ -102,3 +102,14 @@ def choose_dataset(known: ModelMetadata | None, asked: str, remedy: str) -> str:
             f"model_state must be of a built-in dataset, but {known.data['name']} is a folder of images: {remedy}"
         )
     return resolve_name(known.data["name"] if known and asked == "auto" else asked)
+
+
+def check_dataset(known: ModelMetadata | None, asked: str) -> None:
+    """Raise InputError if the user names another dataset than the one that the weights were trained on.
+
+    Images would be normalised, and classes named, as in the other dataset.
+    """
+    if known and asked not in ("auto", known.data["name"]):
+        raise InputError(
+            f"dataset must be the one that model_state was trained on, {known.data['name']}, got {asked}: leave it out"
+        )

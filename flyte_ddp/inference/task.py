@@ -23,7 +23,7 @@ from flyte_ddp.code.code_version import code_version
 from flyte_ddp.data.prepared import prepared
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.caching import CodeVersion
-from flyte_ddp.flyte1.inputs import choose_dataset, classifier_metadata
+from flyte_ddp.flyte1.inputs import check_dataset, choose_dataset, classifier_metadata
 from flyte_ddp.flyte1.outputs import output_file
 from flyte_ddp.flyte1.platform import is_local, working_folder
 from flyte_ddp.flyte1.prepare import PreparedDataset
@@ -70,9 +70,9 @@ def resolve_inputs(
     """Check the inputs of a batch prediction, and find out which dataset and network "auto" stands for; a Flyte task.
 
     "auto" stands for the dataset or network in the metadata of the weights. Without weights or metadata, it stands for
-    mnist and "mnist_cnn". A dataset or network that the options name is not compared with the metadata here. A local
-    run also deletes a damaged copy of the dataset, and cache entries whose files are gone. If "auto" stands for mnist
-    for want of metadata, a local run downloads mnist, and takes digits if that fails.
+    mnist and "mnist_cnn". A network that the options name is not compared with the metadata here. A local run also
+    deletes a damaged copy of the dataset, and cache entries whose files are gone. If "auto" stands for mnist for want
+    of metadata, a local run downloads mnist, and takes digits if that fails.
 
     Args:
         model_state: the weights; None if the workflow trains a model first.
@@ -84,12 +84,14 @@ def resolve_inputs(
         was, even "auto".
 
     Raises:
-        InputError: the folder has no files; the weights are not those of a built-in classifier on a built-in dataset;
-            or, in a local run, the file of the weights does not exist, or there is no dataset of this name.
+        InputError: the folder has no files; the weights are not those of a built-in classifier on a built-in dataset,
+            or were trained on another dataset than the options name; or, in a local run, the file of the weights does
+            not exist, or there is no dataset of this name.
     """
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses a folder without files
     dataset = choose_dataset(known, options.dataset, "load it with flyte_ddp.load_model")
+    check_dataset(known, options.dataset)
     if options.model == "auto":
         options = replace(options, model=known.facts["network"] if known else "mnist_cnn")
     return Checked(dataset, options)

@@ -16,10 +16,12 @@ from flyte_ddp.data.prepared import prepared
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import InputError, ReportedError
+from flyte_ddp.export.settings import ClassifierExport
+from flyte_ddp.export.task import check_export
 from flyte_ddp.flyte1.index_images import find_images, index_images
 from flyte_ddp.inference.gather import gather_shards
 from flyte_ddp.inference.shards import InferenceOptions, read_rows
-from flyte_ddp.inference.task import part_path, plan_shards, predict_shard
+from flyte_ddp.inference.task import part_path, plan_shards, predict_shard, resolve_inputs
 from tests.once import trained_classifier
 
 OPTIONS = InferenceOptions(shards=1, model="mnist_cnn", dataset="digits")
@@ -91,6 +93,19 @@ def test_a_folder_that_is_emptied_before_the_plan_is_refused(trained, local_exec
         plan_shards.task_function(
             model_state=model, data=folder_of(prepare("digits")), folder=folder_of(photos), options=OPTIONS
         )
+
+
+@pytest.mark.parametrize(
+    ("check", "inputs"),
+    [
+        (resolve_inputs, {"folder": None, "options": InferenceOptions(dataset="mnist")}),
+        (check_export, {"options": ClassifierExport(dataset="mnist")}),
+    ],
+)
+def test_another_dataset_than_the_weights_were_trained_on_is_refused(trained, local_execution, check, inputs):
+    model = PythonPickledFile(str(trained.model), remote_path=False)
+    with pytest.raises(InputError, match=r"dataset must be .* model_state was trained on, digits, got mnist: leave it"):
+        check.task_function(model_state=model, **inputs)
 
 
 def test_an_index_of_images_that_have_changed_since_their_key_was_made_is_not_kept(local_execution, photos):
