@@ -106,7 +106,7 @@ class NonFiniteError(ArithmeticError):
         causes = {
             "loss": "broken values in the data",
             "gradient": "an operation whose derivative is not finite everywhere, such as a square root at 0",
-            "a weight": "a step of the module's own optimization by a gradient that is not finite",
+            "a weight": "a step by a gradient that is not finite, such as that of a square root at 0",
         }
         return cls(
             f"{what} is not finite in epoch {epoch + 1}, step {step + 1}, on rank {', '.join(map(str, ranks))}: "

@@ -297,6 +297,38 @@ def returns_nan(loop: Loop):
     returns_within_an_epoch(loop, float("nan"))
 
 
+def steps_to_nan(loop: Loop, place=(0, 4), is_left=False, is_stopped=False):
+    """One loss is finite and its gradient is not, and neither loss nor measures show what became of the weights."""
+    model, batches, tests, optimizer = linear(loop)
+    for epoch in loop.epochs(headline="accuracy"):
+        for inputs, labels in batches:
+            outputs = model(inputs)
+            loss = F.cross_entropy(outputs, labels)
+            if (epoch, loop.step) == place:
+                loss = loss + (outputs - outputs).sum().sqrt()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loop.log(loss=loss)
+            if is_left and (epoch, loop.step) == place:
+                return
+        for _ in tests:
+            loop._link.stop_requested |= is_stopped
+        loop.evaluated(accuracy=0.5)
+
+
+def ends_with_nan(loop: Loop):
+    steps_to_nan(loop, (1, 6))
+
+
+def returns_with_nan(loop: Loop):
+    steps_to_nan(loop, (1, 2), is_left=True)
+
+
+def is_stopped_with_nan(loop: Loop):
+    steps_to_nan(loop, (0, 6), is_stopped=True)
+
+
 def evaluates_nothing(loop: Loop):
     loop.evaluated(loss=(0.0, 0))
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint
 from flyte_ddp.engine.own_loop.kept_parts import KeptParts, _fitting
 from flyte_ddp.engine.own_loop.unsaved import Unsaved
-from flyte_ddp.errors import InputError
+from flyte_ddp.errors import InputError, NonFiniteError
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, RanksTimed, RunStarted, StepLogged
 from flyte_ddp.launch.failures import RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
@@ -279,6 +279,28 @@ def test_a_loss_that_is_not_finite_ends_it_before_a_checkpoint_has_it(mistaken, 
     with pytest.raises(RankError, match=words):
         mistaken("not_finite", checkpoint_seconds=0)
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["progress"]["step"] <= 4
+
+
+def test_weights_that_are_not_finite_end_it_before_a_checkpoint_has_them(mistaken, tmp_path):
+    words = "NonFiniteError: a weight is not finite in epoch 1, step 5, on rank 0, 1: "
+    with pytest.raises(RankError, match=words):
+        mistaken("steps_to_nan", checkpoint_seconds=0)
+    state = read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]
+    assert state["progress"]["step"] == 4
+    assert all(weight.isfinite().all() for weight in state["parts"]["model"].values())
+
+
+@pytest.mark.parametrize(
+    ("loop", "place"),
+    [
+        ("ends_with_nan", "epoch 2, step 7"),
+        ("returns_with_nan", "epoch 2, step 3"),
+        ("is_stopped_with_nan", "epoch 1, step 7"),
+    ],
+)
+def test_weights_that_are_not_finite_are_not_returned(mistaken_here, loop, place):
+    with pytest.raises(NonFiniteError, match=f"a weight is not finite in {place}, on rank 0: "):
+        mistaken_here(loop)
 
 
 def test_measures_go_by_their_names_on_each_rank_and_one_that_is_not_finite_is_warned_of(mistaken):

@@ -227,7 +227,7 @@ class Loop:
             InputError: A setting or option needs `best`, `best` is another word, loop.batches or loop.keep has not been
                 called, or an epoch has no evaluation with the headline.
             RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
-            NonFiniteError: A measure of a step was not finite.
+            NonFiniteError: A measure of a step, or a weight, is not finite.
             StopRequested: A rank was asked to stop; a checkpoint was written.
         """
         if best not in ("", HIGHEST, LOWEST):

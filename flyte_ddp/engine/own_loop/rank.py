@@ -67,7 +67,7 @@ def run(
             take one argument, does not train in loop.epochs, gives a method of Loop something without its name, or
             creates or destroys the process group. Or rank 0 cannot write the weights.
         StopRequested: A rank was asked to stop; a checkpoint was written.
-        NonFiniteError: A loss is not finite.
+        NonFiniteError: A loss or weight is not finite.
         WrongBitsError: With virtual ranks, an audit has found ranks that compute other bits from the same samples.
         RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
     """
@@ -132,7 +132,7 @@ def finish(state: LoopState, environment: Environment, link: Link, job: Job) -> 
     Raises:
         InputError: The function has not called loop.epochs, an evaluation lacks the headline, or the weights cannot be
             written. In the last case rank 0 alone raises it.
-        NonFiniteError: A measure of a step was not finite.
+        NonFiniteError: A measure of a step, or a weight, is not finite.
     """
     progress = state.progress
     if not progress.started:
@@ -143,6 +143,7 @@ def finish(state: LoopState, environment: Environment, link: Link, job: Job) -> 
         if state.logged:
             state.end_step(is_left=True)
         progress.check_steps(state)
+        state.compare_between_ranks()
         if not (state.best_tracker and state.best_tracker.best >= 0):
             progress.warn_once(UNMEASURED)
     if progress.owes_checkpoint:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,8 @@ class LoopState(Training):
             InputError: The step has logged nothing, loop.measured was called without loop.evaluated after it, or ranks
                 do different things.
             StopRequested: A rank was asked to stop; a checkpoint was written before.
-            NonFiniteError: A measure of this step or an earlier one is not finite; no checkpoint was written.
+            NonFiniteError: A measure of this step or an earlier one is not finite, or a weight, as is checked before a
+                checkpoint; the checkpoint was not written.
         """
         progress = self.progress
         progress.clock.lap(StepPart.COMPUTING)
@@ -303,11 +305,13 @@ class LoopState(Training):
 
         Raises:
             StopRequested: The training stops. A checkpoint was written, unless the last one has this state already.
+            NonFiniteError: A weight is not finite; no checkpoint was written.
         """
         progress, last = self.progress, self._last_step
         is_possible = self._can_leave and (last is None or last.is_whole())
         if not broadcast_value(is_possible):
             return
+        self.compare_between_ranks()
         if last:
             progress.save(last, is_last=True)
         raise StopRequested(progress.epoch, progress.step, is_evaluating=True)
@@ -332,9 +336,20 @@ class LoopState(Training):
         return NonFiniteError.in_step("loss", bad, self.progress.epoch, step)
 
     def compare_between_ranks(self) -> None:
-        """Warn of weights that differ between ranks; a collective. Buffers may differ, as those of rank 0 count."""
-        weights = [weight for network in self.wrapped for weight in network.parameters()]
-        if differ_between_ranks([*weights, *self.optimizers.weights()], self.device):
+        """Check that weights are finite, and warn of those that differ between ranks; a collective.
+
+        Buffers may differ, because those of rank 0 count.
+
+        Raises:
+            NonFiniteError: A weight that is trained is not finite. All ranks raise it.
+        """
+        own = chain(*(network.parameters() for network in self.wrapped), self.optimizers.weights())
+        weights = {id(weight): weight for weight in own}.values()
+        is_bad = gather_values(not all(bool(one.isfinite().all()) for one in weights if one.requires_grad))
+        bad = [rank for rank, flag in enumerate(is_bad) if flag]
+        if bad:
+            raise NonFiniteError.in_step("a weight", bad, self.progress.epoch, self.progress.step - 1)
+        if differ_between_ranks(weights, self.device):
             self.progress.warn_once(DRIFTED)
 
     def end_epoch(self, is_left: bool = False) -> None:
@@ -354,7 +369,7 @@ class LoopState(Training):
         Raises:
             InputError: loop.evaluated was not called in this epoch, or it lacks the headline. With
                 loop.epochs(best=...), it was not called after the last step. Or ranks do different things.
-            NonFiniteError: A measure of a step was not finite.
+            NonFiniteError: A measure of a step, or a weight, is not finite.
             StopRequested: A rank was asked to stop before the last epoch; the checkpoint was written.
         """
         progress = self.progress
@@ -377,6 +392,7 @@ class LoopState(Training):
                 f"{self.evaluated_at} of {progress.step}: the weights have changed since then, so evaluate them again"
             )
         self.agree(Call.EPOCH_END)
+        self.compare_between_ranks()
         finished = EpochFinished(
             epoch=progress.epoch,
             samples=progress.step * self._job.settings.batch_size,
@@ -389,7 +405,6 @@ class LoopState(Training):
             digest=self.digest(),
         )
         progress.evaluated(finished, [name for name, value in self.evaluated.items() if not math.isfinite(value)])
-        self.compare_between_ranks()
         if self.best_tracker:
             number = len(progress.history) - 1
             self.best_tracker.after_evaluation(number, self.evaluated, self.evaluated_weights())
