@@ -8,6 +8,7 @@ import pytest
 
 from flyte_ddp.engine.attributes import check_attributes
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import RunStarted
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine import late_recipes
@@ -60,15 +61,17 @@ SOUND = [
 ]  # fmt: skip
 
 
-def run(name, output, nproc=0, loader_workers=0):
+def run(name, output, nproc=0, loader_workers=0, on_event=None):
     options = RunOptions(nproc=nproc, loader_workers=loader_workers, tracking="off")
-    return train(f"tests.engine.late_recipes:{name}", Settings(epochs=2), options, output=output)
+    return train(f"tests.engine.late_recipes:{name}", Settings(epochs=2), options, output=output, on_event=on_event)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_fail_later_is_refused_at_once(alone, tmp_path, name):
+    events: list[object] = []
     with pytest.raises(InputError) as caught:
-        run(name, tmp_path)
+        run(name, tmp_path, on_event=events.append)
+    assert not any(isinstance(event, RunStarted) for event in events)
     message = caught.value.message
     assert all(words in message for words in REFUSED[name]), message
     assert re.search(r" must define |_recipes.py, line \d+", message), message

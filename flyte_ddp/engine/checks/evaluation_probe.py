@@ -97,8 +97,7 @@ def _refuse_uneven_rows(evaluation: Trials, split: Split, is_mixed: bool) -> Non
 
     The longest sample of a batch decides how far the batch is padded. Two batches are tried: the longest sample of the
     batch that is padded least, and that of the batch that is padded most, each repeated to fill a batch. Nothing is
-    tried if the recipe has no lengths or no predictions. Samples that come padded, such as tensors in memory, are not
-    cut in these trials, which then find nothing.
+    tried if the recipe has no lengths or no predictions.
     """
     recipe = evaluation.recipe
     lengths = get_lengths(split)

@@ -19,6 +19,7 @@ from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.code.code_version import is_installed
 from flyte_ddp.engine import torch_compat
 from flyte_ddp.engine.batches.batches import Batch
+from flyte_ddp.engine.batches.lengths import get_lengths
 from flyte_ddp.engine.batches.splits import Split
 from flyte_ddp.engine.code_location import code_location
 from flyte_ddp.engine.measures import augment, compute_pairs, trained_measure
@@ -155,7 +156,7 @@ class Trials:
     whole: Trial
 
     def __init__(self, recipe: Recipe, network: Network, split: Split, chosen: Tensor, is_training: bool = True):
-        """Fetch the chosen samples, (size,) int64 indices in the split.
+        """Fetch the chosen samples, (size,) int64 indices in the split, and pad them as a batch of these samples.
 
         In training, trials have augmentation and gradients, and no predictions.
         """
@@ -165,6 +166,8 @@ class Trials:
         self.is_training = is_training
         self.gathered: list[tuple[str, Tensor]] = []
         (self.tree,) = split.fetch([chosen])
+        if lengths := get_lengths(split):
+            self.tree = lengths.padded(self.tree, chosen, chosen)
 
     def __call__(self, first: int = 0, last: int | None = None, seed: int = 0, is_moved: bool = False) -> Trial:
         """Compute samples first..last, by default all of them, without the other ranks.
