@@ -396,7 +396,10 @@ class TrainingState(Training):
         epoch = self.progress.epoch
         is_bad = {"loss": False, "gradient": False}
         weights = [] if is_sharded(self.model) else self.parallel.module.trainable  # ranks add up gradients at once
-        for share in next(self.train.steps(epoch, step)):
+        shares = next(self.train.steps(epoch, step))
+        if self._gathered:  # of a later step, if the host was ahead of the device
+            self._gathered = self._gather(shares, self.buffers.copy())
+        for share in shares:
             for part in self.cut_up(share):
                 with any_batch_size():
                     loss = self.parallel.module(part, (False, False), False)

@@ -1,11 +1,14 @@
 """Losses that compare samples, by all_gather(), have the same bits by virtual ranks on any number of ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.launch.failures import RankError
 from tests.engine.test_plain_ranks import Drawing
 from tests.small_training import Unplugged, first_and_slow, identical, relative_difference, unplug_at
 
@@ -129,6 +132,16 @@ class Within(Drawing):
         return outputs - self.all_gather(outputs).mean(0)
 
 
+class Poisoned(Compared):
+    """Has no finite loss in a global batch with the brightest image."""
+
+    def measure(self, outputs, batch):
+        brightness = batch[0].float().flatten(1).mean(1, keepdim=True)
+        is_sound = (self.all_gather(brightness) < 160).all()
+        measured: Any = Drawing.measure(self, outputs, batch)
+        return {**measured, "loss": measured["loss"].where(is_sound, torch.nan)}
+
+
 def named(recipe):
     return f"{__name__}:{recipe}"
 
@@ -160,6 +173,21 @@ def test_killed_on_three_ranks_it_ends_with_the_same_bits_on_two(train, one_rank
     with pytest.raises(Unplugged):
         train(3, on_event=unplug_at(3), **settings)
     assert identical(one_rank, train(2, **settings))
+
+
+def test_a_loss_that_is_not_finite_is_named_by_a_host_ahead_of_its_device(train):
+    found = []
+    for target in ("flyte_ddp.engine.worker:run", "tests.launch.targets:behind"):
+        with pytest.raises(RankError, match="loss is not finite in epoch 1, step") as failed:
+            train(
+                2,
+                recipe=named("Poisoned"),
+                virtual_ranks=2,
+                target=target,
+                **{**SHORT, "seed": 5, "log_interval": 1000},
+            )
+        found.append(str(failed.value).splitlines()[0].partition("NonFiniteError")[2])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
