@@ -17,6 +17,8 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.recipe import Random, Recipe
 
+TOKENS = "tokens"  # the measure whose sum is the number of tokens
+
 
 def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
     """Call a recipe's method, such as lr_lambda, with these arguments, and return its result as a float.
@@ -225,9 +227,9 @@ def compute_ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float])
 
 
 def find_headline(recipe: Recipe, measures: dict[str, float]) -> str:
-    """Return the name of the main measure: recipe.headline if it is set, else the first measure other than the loss.
+    """Return the name of the main measure: recipe.headline if it is set, else the first but the loss and "tokens".
 
-    If there is only the loss, the name is "loss".
+    If there is no other, the name is "loss".
 
     Raises:
         InputError: recipe.headline is none of the measures.
@@ -237,5 +239,5 @@ def find_headline(recipe: Recipe, measures: dict[str, float]) -> str:
             f"{type(recipe).__name__}.headline must be one of {', '.join(measures)}, got {recipe.headline!r}: name "
             "one of them, or let measure() return it"
         )
-    others: list[str] = [name for name in measures if name != "loss"]
+    others: list[str] = [name for name in measures if name not in ("loss", TOKENS)]
     return recipe.headline or next(iter(others), "loss")

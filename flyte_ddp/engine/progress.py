@@ -19,6 +19,7 @@ from flyte_ddp.engine.contracts import Checkpoints, Plan, Resumable, Training
 from flyte_ddp.engine.hosts.places import Place, add_machine, describe_machine, hardware, measure_places
 from flyte_ddp.engine.hosts.unlike import list_bad_hosts, list_oddities
 from flyte_ddp.engine.job import Job, KeptModel, TrainingResult
+from flyte_ddp.engine.measures import TOKENS
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepClock, StepPart
 from flyte_ddp.engine.monitor.stragglers import Stragglers
@@ -50,7 +51,6 @@ class Asked(NamedTuple):
 NOTHING = Asked(stop=False, save=False, bad_step=None)
 SHORTEST = 1e-9  # seconds that some steps take, by a clock that may be coarse
 LEFT_OUT = "updates left out in steps {1} to {2} of epoch {3}, whose gradients leap: {0}"
-TOKENS = "tokens"  # the measure whose sum is the number of tokens
 
 
 class Progress:

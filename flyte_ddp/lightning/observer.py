@@ -17,11 +17,12 @@ from torch.utils.data import IterableDataset
 from flyte_ddp.engine.collectives import all_reduce_flags, gather_values
 from flyte_ddp.engine.contracts import Resumable, StepFigures, Training
 from flyte_ddp.engine.digest import differ_between_ranks, weights_digest
+from flyte_ddp.engine.measures import TOKENS
 from flyte_ddp.engine.monitor.loss_monitor import LossMonitor
 from flyte_ddp.engine.monitor.step_clock import StepPart
 from flyte_ddp.engine.own_loop.last_step import LastStep
 from flyte_ddp.engine.own_loop.optimizers import LEFT_OUT
-from flyte_ddp.engine.progress import NOTHING, TOKENS, Progress
+from flyte_ddp.engine.progress import NOTHING, Progress
 from flyte_ddp.engine.seeds import seed_all
 from flyte_ddp.engine.stop_poll import StopPoll
 from flyte_ddp.engine.sums import Sums
