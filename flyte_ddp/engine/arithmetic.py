@@ -20,6 +20,9 @@ def settle_arithmetic() -> None:
     """
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
+    # These would follow a script that has set torch.backends.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False  # it would choose algorithms by their time
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
