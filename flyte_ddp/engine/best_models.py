@@ -91,7 +91,8 @@ class BestModels(Observer):
         kept = {self._file(number) for number in self._kept}
         for file in self._folder.glob("*.pt") if self._is_first else ():
             if file not in kept:
-                file.unlink(missing_ok=True)
+                with suppress(OSError):  # an error would keep the parent from hearing of the checkpoint
+                    file.unlink()
 
     def publish(self) -> list[KeptModel]:
         """Link or copy the files of the best models into the folder job.logs, at the end of a training.
