@@ -18,6 +18,7 @@ from flyte_ddp.events import Event, StepLogged
 from flyte_ddp.flyte1.platform import TaskError
 from flyte_ddp.flyte1.recipe import RecipeTraining
 from flyte_ddp.recipe import Recipe
+from flyte_ddp.report.console import advise_resume
 from flyte_ddp.report.goodput import Attempt, Goodput
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import describe_run, find_import_name, locked_output, train
@@ -174,12 +175,39 @@ def test_what_killed_attempts_have_left_half_written_is_removed_and_nothing_else
 def test_what_was_trained_is_told_by_the_same_call_if_it_is_interrupted_at_the_end(tmp_path):
     events: list[Event] = []
     options = RunOptions(nproc=1, tracking="off")
+    for name in ("last.pt", "final-checkpoint", "pictures.npz", "best-1-epoch-2.pt"):
+        (tmp_path / name).write_text("of another training")
     with pytest.raises((KeyboardInterrupt, SystemExit)):  # which flytekit makes of Ctrl-C, once it is imported
         train(Sound, Settings(), options, output=tmp_path, observers=["tests.report.listeners:Interrupts"])
     result = train(Sound, Settings(), options, output=tmp_path, on_event=events.append)
     assert len(result.epochs) == 1
     assert not any(isinstance(event, StepLogged) for event in events), "nothing is trained again"
-    assert not (tmp_path / "checkpoint").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "progress.jsonl"}
+
+
+def test_without_resume_a_checkpoint_is_removed_once_and_not_again_where_torchrun_restarts(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoint"
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for count, is_left in ("1", True), ("0", False):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        checkpoint.write_text("earlier")
+        with pytest.raises(InputError, match="nproc must be 0"):  # the first thing after that
+            train(Sound, TrainingSettings(), RunOptions(nproc=2, resume=False), output=tmp_path)
+        assert checkpoint.exists() == is_left
+
+
+def test_an_interrupted_command_that_removes_its_checkpoint_is_not_advised(tmp_path):
+    assert advise_resume(tmp_path, resume=True) == f"the same command resumes from {tmp_path}"
+    said = advise_resume(tmp_path, resume=False)
+    assert said == f"the same command with resume: true resumes from {tmp_path}"
+
+
+def test_a_training_does_not_start_from_a_file_that_it_replaces(tmp_path):
+    for name in ("model.pt", "final-checkpoint"):
+        (tmp_path / name).write_text("earlier")
+        with pytest.raises(InputError, match=f"^init must not be in output, .* got {tmp_path}/{name}: give another"):
+            train(Sound, TrainingSettings(), output=tmp_path, init=tmp_path / name)
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):

@@ -302,7 +302,7 @@ def checkpoint_store(
                 yield local
             except (KeyboardInterrupt, PreemptedError):
                 if PRIVATE not in folder.name:
-                    say_interrupted(local.path)
+                    say_interrupted(local.path, resume)
                 raise
             shutil.rmtree(folder, ignore_errors=True)  # only a successful training gets here
         return

@@ -286,10 +286,21 @@ class LiveConsole(Console):
         super().close()
 
 
-def say_interrupted(checkpoint: Path) -> None:
+def say_interrupted(checkpoint: Path, resume: bool) -> None:
     """Print how to continue after Ctrl-C or a SIGTERM. The command itself only says that it was aborted, or stopped."""
     if checkpoint.exists():
-        say(f"Interrupted; the same command resumes from {checkpoint}")
+        say(f"Interrupted; {advise_resume(checkpoint, resume)}")
+
+
+def advise_resume(checkpoint: Path, resume: bool) -> str:
+    """Return a clause that says which command goes on from a checkpoint.
+
+    Args:
+        checkpoint: the checkpoint that an interrupted command has left.
+        resume: the option of that command. Without it, the same command would remove the checkpoint.
+    """
+    change = "" if resume else " with resume: true"
+    return f"the same command{change} resumes from {checkpoint}"
 
 
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
