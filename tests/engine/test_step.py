@@ -6,7 +6,7 @@ from torch import distributed, nn
 
 from flyte_ddp.batch_share import BatchShare
 from flyte_ddp.engine.batches.batches import Batch
-from flyte_ddp.engine.step import ReplicatedStep, Step
+from flyte_ddp.engine.step import ReplicatedStep, SingleStep, Step
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.probe_recipes import WIDTH, Settings, Sound
@@ -16,6 +16,15 @@ class InSingles(Sound):
     """Its last part of a batch of eight is a single sample, of which batch norm's variance is NaN."""
 
     micro_batch, body = 7, staticmethod(lambda: nn.BatchNorm1d(WIDTH))
+
+
+class Whole(Sound):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), 0.1)  # others do not follow how large gradients are
+
+
+class InThrees(Whole):
+    micro_batch = 3
 
 
 class Nudged(torch.optim.SGD):
@@ -50,6 +59,19 @@ def weights(recipe, output):
 
 def test_a_part_of_a_single_sample_leaves_statistics_that_are_finite(alone, tmp_path):
     assert all(weight.isfinite().all() for weight in weights(InSingles, tmp_path).values())
+
+
+def test_a_step_in_parts_is_that_of_the_whole_batch(alone, tmp_path):
+    whole, in_parts = (weights(recipe, tmp_path / recipe.__name__) for recipe in (Whole, InThrees))
+    torch.testing.assert_close(in_parts, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_all_ranks_have_as_many_parts_since_each_may_exchange_something():
+    recipe = Sound(Settings())
+    step = SingleStep(Step(recipe.model(), recipe, ("loss",), 2, False))
+    for count in (3, 2):
+        parts = step.parts(Batch(torch.ones(count, WIDTH), BatchShare(count=count, size=5)), 2)
+        assert [part.share.borrowed for part in parts] == [False, count == 2]
 
 
 def test_what_an_optimizer_draws_does_not_follow_what_a_rank_has_drawn_in_its_passes(alone, tmp_path):
