@@ -1,10 +1,17 @@
 """A run that was cut off goes on, and ends as if it had not been."""
 
-import pytest
+import shutil
 
+import pytest
+import torch
+
+from flyte_ddp import training
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointRefused, EpochFinished, RunStarted, StepLogged
+from flyte_ddp.settings import RunOptions
+from tests.engine.probe_recipes import Settings, Validated
 from tests.small_training import TWO_HOSTS, WORKER, Unplugged, identical, relative_difference, unplug_at
 
 
@@ -97,3 +104,28 @@ def test_what_is_logged_after_a_resume_is_what_an_undisturbed_run_logs(train, wh
     resumed = train(2, epochs=2, log_interval=7, name="cut")
     assert (0, 14) in logged(resumed), "which tells of step 8, before the cut"
     assert logged(resumed) == {position: logged(expected)[position] for position in logged(resumed)}
+
+
+class Full(Validated):
+    """Has all that a checkpoint may have."""
+
+    ema_decay, headline = 0.5, "loss"
+
+    def measure(self, outputs, batch):
+        return {**super().measure(outputs, batch), "tokens": torch.ones(len(batch))}
+
+
+def test_a_resume_restores_all_that_a_checkpoint_has(alone, tmp_path):
+    settings, options = Settings(epochs=3, patience=3, skip_spikes=6, virtual_ranks=2), RunOptions(keep_checkpoint=True)
+    states = []
+    for _ in range(2):
+        training.train(Full, settings, options, output=tmp_path)
+        states.append(torch.load(tmp_path / "final-checkpoint", weights_only=True)["state"])
+        shutil.copy(tmp_path / "final-checkpoint", tmp_path / "checkpoint")  # nothing is left to train
+    for state in states:
+        del state["progress"]["ran_on"]
+    first, resumed = (dict(pytree.tree_flatten_with_path(state)[0]) for state in states)
+    assert first.keys() == resumed.keys()
+    for path, value in first.items():
+        found = resumed[path]
+        assert torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found, path
