@@ -156,6 +156,23 @@ def identical(first: Trained, second: Trained) -> bool:
     return same_weights and metrics(first) == metrics(second)
 
 
+def differences(state: Any, other: Any) -> list[Any]:
+    """Where two states that checkpoints have differ; empty if they have the same bits."""
+    import torch
+
+    from flyte_ddp.engine.torch_compat import pytree
+
+    ours, theirs = (dict(pytree.tree_flatten_with_path(one)[0]) for one in (state, other))
+
+    def is_same(path: Any) -> bool:
+        one, another = ours.get(path), theirs.get(path)
+        if isinstance(one, torch.Tensor) and isinstance(another, torch.Tensor):
+            return torch.equal(one, another)
+        return bool(one == another)
+
+    return [path for path in ours | theirs if not is_same(path)]
+
+
 def metrics(trained: Trained):
     """All figures of all epochs but the seconds."""
     return [(epoch.epoch, epoch.train, epoch.validation, epoch.test) for epoch in trained.result.epochs]

@@ -1,5 +1,6 @@
 """A training that begins with another one's weights, or where another one has ended; and layers that stay."""
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,13 @@ from torch import nn
 from flyte_ddp.engine.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flyte_ddp.engine.checkpoints.warm_start import freeze, load_init_weights, matching
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
+from flyte_ddp.events import CheckpointWritten, EpochFinished, RunStarted, StepLogged
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train as train_recipe
 from tests.engine.measure_recipes import Scored
 from tests.engine.optimizer_recipes import CountingInItsGroup, Remembering
-from tests.engine.probe_recipes import Settings
-from tests.small_training import Unplugged, identical
+from tests.engine.probe_recipes import Settings, Sound
+from tests.small_training import Unplugged, differences, identical
 
 CONSTANT = {"schedule": "constant", "learning_rate": 0.05}
 
@@ -26,6 +27,35 @@ def started(trained):
 
 
 # --- training on ---
+
+
+class Slowing(Sound):
+    """Has what a continuation has to bring along: momentum, rates that fall, an average."""
+
+    ema_decay = 0.9
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def lr_lambda(self, step, total_steps):
+        return 1 / (1 + step)
+
+
+@pytest.mark.parametrize("position", [(0, 2), (1, 0)])
+def test_a_continuation_with_the_same_settings_ends_as_the_whole_training(alone, tmp_path, position):
+    def copy(event):
+        if isinstance(event, CheckpointWritten) and (event.epoch, event.step) == position:
+            shutil.copy(tmp_path / "whole" / "checkpoint", tmp_path / "init")
+
+    settings = Settings(epochs=2, batch_size=4, skip_spikes=6)
+    options = RunOptions(keep_checkpoint=True, checkpoint_seconds=0)
+    train_recipe(Slowing, settings, options, output=tmp_path / "whole", on_event=copy)
+    train_recipe(Slowing, settings, options, output=tmp_path / "on", init=tmp_path / "init")
+    whole, on = (read_checkpoint(tmp_path / name / "final-checkpoint", {})["state"] for name in ("whole", "on"))
+    parts = "model", "average", "optimizer", "schedule", "spikes"
+    assert not differences(*({part: state[part] for part in parts} for state in (whole, on)))
+    measured = [[(epoch["train"], epoch["test"]) for epoch in state["progress"]["history"]] for state in (whole, on)]
+    assert measured[0] == measured[1]
 
 
 @pytest.mark.slow
