@@ -2,10 +2,19 @@
 
 import pytest
 import torch
+from torch import distributed
 
-from flyte_ddp.errors import InputError
+from flyte_ddp.code.user_code import find_code
+from flyte_ddp.engine.job import job_in, make_subject
+from flyte_ddp.engine.worker import run
+from flyte_ddp.errors import InputError, StopRequested
 from flyte_ddp.events import EpochChosen, EpochFinished, RunStarted, StepLogged
+from flyte_ddp.launch.environment import Environment, choose_world
+from flyte_ddp.launch.link import Link
+from flyte_ddp.settings import RunOptions
 from tests.commands import same
+from tests.engine.buffer_recipes import CountsEvaluations
+from tests.engine.probe_recipes import Settings
 from tests.small_training import Unplugged, identical, relative_difference
 
 # 254 samples to train on: 16 steps, the last one short, so evaluations are after 5, 10 and 16 of them
@@ -102,3 +111,30 @@ def test_each_step_may_be_evaluated_but_no_more(train):
     words = "evaluations_per_epoch must be at most the steps of an epoch, which are 3, got 4: lower it"
     with pytest.raises(InputError, match=words):
         train(1, name="refused", **{**thirds, "evaluations_per_epoch": 4})
+
+
+class Left(CountsEvaluations):
+    """Is asked to stop in its first evaluation, once it has a link."""
+
+    link: Link | None = None
+
+    def forward(self, model, batch):
+        if self.link and not (model.training or self.share.alone):
+            self.link.stop_requested = True
+        return super().forward(model, batch)
+
+
+def test_an_evaluation_that_is_left_leaves_buffers_as_they_were(alone, tmp_path, monkeypatch):
+    subject = make_subject(find_code(f"{__name__}:Left"), Settings(test_batch_size=4))
+
+    def trained(name):
+        link, here = Link(), Environment(choose_world("gloo", 1, 8), 0, 0, "env://", threads=1)
+        monkeypatch.setattr(Left, "link", link if name == "stopped" else None)
+        (tmp_path / name).mkdir(exist_ok=True)
+        return run(here, link, job_in(tmp_path / name, subject, RunOptions())).digest
+
+    with pytest.raises(StopRequested):
+        trained("stopped")
+    distributed.destroy_process_group()
+    (tmp_path / "stopped").rename(tmp_path / "resumed")
+    assert trained("resumed") == trained("whole")
