@@ -213,7 +213,7 @@ def test_it_needs_neither_flytekit_nor_torch():
 
 
 def sweep(values: str, factor: int = 1) -> list[str]:
-    hp = '{"dataset": "digits", "epochs": 4, "batch_size": 256}'
+    hp = '{"dataset": "digits", "epochs": 4, "batch_size": 256, "train_fraction": 0.34}'
     text = f'{{"values": {{"learning_rate": {values}}}, "reduction_factor": {factor}}}'
     return ["workflows/sweep.py", "sweep_wf", "--hp", hp, "--sweep", text]
 
