@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.whole_files import temporary_beside
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.folders import Folders
 from tests.attempt.test_sharded_checkpoints import Sharded
 from tests.engine.probe_recipes import Settings
 

@@ -35,7 +35,7 @@ from flyte_ddp.launch.environment import NODE_VARIABLE
 from flyte_ddp.launch.failures import Failure, RankError
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from tests.attempt.broken_gpu import BROKEN
-from tests.attempt.test_platform_training import FolderError, Folders, OnFolders
+from tests.attempt.folders import FolderError, Folders, OnFolders
 
 LINE = "to keep new pods away from there, register with DDP_AVOID_HOSTS=node-a"
 NO_JOB: Any = None

@@ -9,7 +9,7 @@ from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import models_beside
 from flyte_ddp.whole_files import write_whole
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.folders import Folders
 from tests.attempt.test_sharded_checkpoints import Watched
 
 BEST = {1: (1,), 2: (1, 2), 3: (3, 2), 4: (3, 4), 5: (5, 4), 6: (5, 6)}  # kept after each evaluation

@@ -26,7 +26,8 @@ from flyte_ddp.manifest import models_beside
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.whole_files import LEFTOVER_SECONDS, write_whole
-from tests.attempt.test_platform_training import FolderError, Folders, FolderTraining
+from tests.attempt.folders import FolderError, Folders
+from tests.attempt.test_platform_training import FolderTraining
 from tests.unreliable_storage import UnreliableStorage
 
 

@@ -3,7 +3,7 @@
 import os
 
 from flyte_ddp.attempt.logs import kept_logs
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.folders import Folders
 
 
 class NoBucket(Folders):

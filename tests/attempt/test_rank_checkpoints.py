@@ -26,7 +26,7 @@ from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.manifest import read_manifest
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.whole_files import content_digest
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.folders import Folders
 from tests.engine.probe_recipes import Settings
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")

@@ -8,7 +8,7 @@ import pytest
 
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, EpochFinished, StepLogged
 from flyte_ddp.manifest import read_manifest
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.folders import Folders
 from tests.attempt.test_rank_checkpoints import Rank, shards_of
 from tests.attempt.test_sharded_checkpoints import Watched
 from tests.commands import same

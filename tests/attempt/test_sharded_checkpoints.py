@@ -16,7 +16,7 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import read_manifest, shards_beside, write_manifest
 from flyte_ddp.settings import RunOptions
-from tests.attempt.test_platform_training import Folders, OnFolders
+from tests.attempt.folders import Folders, OnFolders
 from tests.engine.probe_recipes import Settings
 
 FILES = "0.safetensors", "1.safetensors"

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.folders import Folders
 
 
 class Torn(Folders):

@@ -1,4 +1,7 @@
-"""One attempt at a script on a platform that is no more than folders: python -m tests.script.attempt ROOT N SCRIPT …"""
+"""One attempt at a script on a platform that is no more than folders.
+
+python -m tests.script.attempt ROOT NUMBER RANKS SCRIPT …
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from flyte_ddp.report.console import show_output
 from flyte_ddp.script import mirror
 from flyte_ddp.script.training import CommonScriptTraining
 from flyte_ddp.settings import RunOptions
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.folders import Folders
 
 
 class Node(Folders):
@@ -29,13 +32,13 @@ class FolderScript(CommonScriptTraining):
         return {"figures": figures, "files": sorted(path.name for path in trained.model.parent.iterdir())}
 
 
-def main(root: str, number: str, script: str, *arguments: str) -> None:
+def main(root: str, number: str, ranks: str, script: str, *arguments: str) -> None:
     mirror.QUIET_SECONDS = 0.3
     training = FolderScript(script, arguments)
     training.platform = Node(Path(root), int(number))
     show_output()
     run = training.run_as_rank if "WORLD_SIZE" in os.environ else training.run
-    print(json.dumps(run(RunOptions(nproc=2, tracking="off"), [])))
+    print(json.dumps(run(RunOptions(nproc=int(ranks), tracking="off"), [])))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 
-def start(root: Path, number: int, script: Path, *arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.script.attempt", str(root), str(number), str(script), *arguments]
+def start(root: Path, number: int, script: Path, *arguments: str, ranks: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.script.attempt", str(root), str(number), str(ranks), str(script)]
     return subprocess.Popen(
-        command,
+        [*command, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -28,9 +28,9 @@ def start(root: Path, number: int, script: Path, *arguments: str) -> "subprocess
     )
 
 
-def finish(root: Path, number: int, script: Path, *arguments: str) -> tuple[dict, str]:
+def finish(root: Path, number: int, script: Path, *arguments: str, ranks: int = 2) -> tuple[dict, str]:
     """The outputs of an attempt that succeeds, and what it has said."""
-    with start(root, number, script, *arguments) as process:
+    with start(root, number, script, *arguments, ranks=ranks) as process:
         assert process.stdout is not None
         outputs = process.stdout.read()
     said = (root / f"log-{number}").read_text()
@@ -39,16 +39,17 @@ def finish(root: Path, number: int, script: Path, *arguments: str) -> tuple[dict
 
 
 def test_a_script_with_the_trainer_of_transformers(tmp_path):
+    """Whose checkpoint of one rank two ranks resume."""
     given = ["--output_dir", "$DDP_CHECKPOINT_DIR", "--save_steps", "2"]
-    finish(tmp_path, 0, HERE / "with_transformers.py", *given, "--max_steps", "2")
+    finish(tmp_path, 0, HERE / "with_transformers.py", *given, "--max_steps", "2", ranks=1)
     _, said = finish(tmp_path, 1, HERE / "with_transformers.py", *given, "--max_steps", "4")
     assert said.partition("resumes from ")[2].partition("\n")[0].endswith("/checkpoint-2"), said
     assert (tmp_path / "pod-1" / "checkpoints" / "checkpoint-4" / "model.safetensors").is_file()
 
 
 def test_a_script_with_accelerate(tmp_path):
-    finish(tmp_path, 0, HERE / "with_accelerate.py", "$DDP_CHECKPOINT_DIR", "1")
-    _, said = finish(tmp_path, 1, HERE / "with_accelerate.py", "$DDP_CHECKPOINT_DIR", "2")
+    finish(tmp_path, 0, HERE / "with_accelerate.py", "$DDP_CHECKPOINT_DIR", "1", ranks=1)
+    _, said = finish(tmp_path, 1, HERE / "with_accelerate.py", "$DDP_CHECKPOINT_DIR", "2", ranks=1)
     assert "resumes from epoch 1\n" in said
     assert (tmp_path / "pod-1" / "checkpoints" / "checkpoints" / "checkpoint_1").is_dir()
 

@@ -12,7 +12,7 @@ from flyte_ddp.attempt.checkpoints import PlatformStore, point_to
 from flyte_ddp.errors import InputError
 from flyte_ddp.manifest import read_manifest, write_manifest
 from flyte_ddp.script.mirror import QUIET_SECONDS, CheckpointMirror
-from tests.attempt.test_platform_training import Folders
+from tests.attempt.folders import Folders
 
 
 def refusing(put, refuses):

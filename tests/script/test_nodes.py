@@ -37,7 +37,7 @@ def start_node(root: Path, node: int, port: int, script: Path, *arguments: str) 
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_ERROR_FILE": root / "error", "DDP_NNODES": 2, "DDP_NPROC_PER_NODE": 2, "PYTHONPATH": ROOT,
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.script.attempt", str(root), "1", str(script), *arguments]
+    command = [sys.executable, "-m", "tests.script.attempt", str(root), "1", "2", str(script), *arguments]
     environment = {**os.environ, **{name: str(value) for name, value in torchruns.items()}}
     with open(root / f"log-{node}", "w") as log:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
