@@ -46,14 +46,18 @@ def listens(pod: Pod) -> bool:
         return probe.connect_ex(("127.0.0.1", int(pod.environment["PET_RDZV_ENDPOINT"].rpartition(":")[2]))) == 0
 
 
-def lose_one(make: Callable[..., Pod], checkpoints: Path, reached: Callable[[], bool]) -> tuple[Pod, Pod, Pod]:
+def lose_one(
+    make: Callable[..., Pod], checkpoints: Path, reached: Callable[[], bool], has_address: bool
+) -> tuple[Pod, Pod, Pod]:
     """Runs two nodes to their end, the second of which is killed once it has reached something, and comes back.
 
+    has_address: whether the first has one of its own, which makes it the place where both meet.
     Returns the first one, the lost one, and the one that had the outputs in the end.
     """
     first = make("a", checkpoints=checkpoints)
     with first.running() as process:
-        first.wait_until(lambda: listens(first), process)
+        if not has_address:  # or the second could make the meeting place, too
+            first.wait_until(lambda: listens(first), process)
         lost = make("b", checkpoints=checkpoints)
         lost.kill_when(reached)
         again = make("b-again", checkpoints=checkpoints)

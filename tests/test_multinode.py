@@ -4,9 +4,7 @@ import dataclasses
 import os
 import platform
 import re
-import shutil
 import signal
-import subprocess
 from typing import Any
 
 import pytest
@@ -17,16 +15,8 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from tests.commands import same
-from tests.nodes import listens, meeting, weights
-from tests.pod import (
-    PATIENCE_SECONDS,
-    TWO_NODES,
-    literal,
-    package,
-    run_together,
-    small_dataset,
-)
+from tests.nodes import listens, meeting
+from tests.pod import PATIENCE_SECONDS, TWO_NODES, literal, package, small_dataset
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 pytestmark = pytest.mark.slow
@@ -53,12 +43,6 @@ def init(place):
     return literal(FlyteFile(str(model), remote_path=False), FlyteFile | None)
 
 
-@pytest.fixture(scope="module")
-def one_node(whole, place, small, init):
-    """The weights of a plain call."""
-    return whole(2, data=place / "small", init=place / "model.pt", **SETTINGS).weights
-
-
 @pytest.fixture
 def node(small, init, tmp_path):
     """A function that makes a node's pod of a training of MNIST."""
@@ -71,52 +55,13 @@ def node(small, init, tmp_path):
     return of_mnist
 
 
-@pytest.fixture
-def hosts(tmp_path):
-    """Two hosts with names, addresses and a wire of their own; each is the start of a command that runs on it.
-
-    Where such cannot be had: twice this one, with the loopback device as the wire.
-    """
-    if os.geteuid() != 0 or not all(shutil.which(name) for name in ("ip", "unshare")):
-        yield {"127.0.0.1": [], "localhost": []}
-        return
-    names = [f"ddp{os.getpid()}{letter}" for letter in "ab"]
-    (tmp_path / "hosts").write_text(
-        "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i} {name}\n" for i, name in enumerate(names, 1))
-    )
-    inside = f'hostname $0 && mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"'
-    wire = [f"ip link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}"]
-    for i, name in enumerate(names, 1):
-        wire += [f"ip -n {name} address add 10.77.0.{i}/24 dev {name}"]
-        wire += [f"ip -n {name} link set {device} up" for device in (name, "lo")]
-    try:
-        for command in [*(f"ip netns add {name}" for name in names), *wire]:
-            if subprocess.run(command.split(), capture_output=True).returncode:
-                yield {"127.0.0.1": [], "localhost": []}  # root in a container, for instance
-                return
-        yield {n: ["ip", "netns", "exec", n, "unshare", "--uts", "--mount", "sh", "-c", inside, n] for n in names}
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-def test_two_hosts_begin_with_given_weights_and_train_as_one_does(node, one_node, hosts):
-    pods = []
-    for name, host in hosts.items():
-        pods.append(node(name))
-        pods[-1].command = [*host, *pods[-1].command]
-        port = pods[-1].environment["PET_RDZV_ENDPOINT"].rpartition(":")[2]
-        pods[-1].environment["PET_RDZV_ENDPOINT"] = f"{next(iter(hosts))}:{port}"
-    assert same(weights(run_together(*pods)), one_node)
-    assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in pods)
-
-
 def rank_of(pod):
     return set(re.findall(r"\[rank (\d)\] Logs: ", pod.log))
 
 
 def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named_with_the_place_of_the_logs(node):
-    """Once it moves again, the first node is gone, where all meet: it has to report what is worth a retry, too."""
+    """Both begin with given weights. Once the node moves again, the first one is gone, where all meet: it has to report
+    what is worth a retry, too."""
     given = {"hp": dataclasses.replace(HP, epochs=1000), "options": RunOptions(timeout_seconds=10.0)}
     first, second = node("a", **given), node("b", **given)
     with first.running() as process:
@@ -127,6 +72,7 @@ def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named_with
             process.wait(PATIENCE_SECONDS)
             os.killpg(other.pid, signal.SIGCONT)
             other.wait(PATIENCE_SECONDS)
+    assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in (first, second))
     assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
     _, _, reported, logs, *_ = second.error.error.message.splitlines()
     assert f" on {platform.node()}: " in reported or f"node {platform.node()}: " in reported
