@@ -120,11 +120,6 @@ def test_the_sampler_measures_something_else_than_one_process(outputs):
     assert sliced == pytest.approx(alone, abs=2e-4)
 
 
-def test_resumed_training_and_pod_end_with_the_same_bits(outputs):
+def test_resumed_training_pod_and_nodes_end_with_the_same_bits(outputs):
     resumed, undisturbed = fingerprints(outputs[5])
-    assert [resumed] == [undisturbed] == fingerprints(outputs[6])
-
-
-def test_many_nodes_have_the_same_loss(outputs):
-    expected = figures(r"Epoch 10 .*test loss ([\d.]+)", outputs[5])[-1]
-    assert figures(r"Epoch 10 .*test loss ([\d.]+)", outputs[7]) == [pytest.approx(expected, abs=2e-3)]
+    assert [resumed] == [undisturbed] == fingerprints(outputs[6]) == fingerprints(outputs[7])

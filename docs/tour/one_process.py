@@ -8,14 +8,13 @@ from digits import BATCH_SIZE, EPOCHS, LEARNING_RATE, network, shuffled, split
 
 def main() -> None:
     model, (images, labels) = network(), split("train")
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     for epoch in range(EPOCHS):
         losses = []
         for batch in shuffled(epoch).split(BATCH_SIZE):
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(images[batch]), labels[batch])
-            loss.backward()
-            optimizer.step()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for weights, gradient in zip(model.parameters(), gradients, strict=True):
+                weights.data -= LEARNING_RATE * gradient
             losses.append(loss.item())
         print(f"epoch {epoch + 1}: {len(losses)} steps, loss {sum(losses) / len(losses):.4f}")
 

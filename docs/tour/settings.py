@@ -11,4 +11,5 @@ class Settings(TrainingSettings):
     batch_size: int = 100  # of all ranks together
     learning_rate: float = 0.5
     precision: str = "float32"
+    threads: int = 1  # of each rank, on any number of nodes: others may round otherwise
     log_interval: int = 100

@@ -6,7 +6,7 @@ import signal
 
 import click
 
-from flyte_ddp import RunOptions, train
+from flyte_ddp import train
 from flyte_ddp.events import EpochFinished, Event
 from flyte_ddp.report.console import Console
 from settings import Settings
@@ -24,7 +24,7 @@ def main(output: str, kill: bool) -> None:
             last = max(multiprocessing.active_children(), key=lambda child: child.name)
             os.kill(last.pid or 0, signal.SIGKILL)
 
-    train("recipe:Digits", Settings(), RunOptions(nproc=2), output=output, on_event=watch)
+    train("recipe:Digits", Settings(), output=output, on_event=watch)  # by two ranks, where there is no GPU
 
 
 if __name__ == "__main__":

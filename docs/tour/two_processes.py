@@ -10,18 +10,15 @@ from digits import BATCH_SIZE, EPOCHS, LEARNING_RATE, fingerprint, network, shuf
 def train(model: nn.Module, epochs: range) -> None:
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     images, labels = split("train")
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     for epoch in epochs:
         losses = []
         for batch in shuffled(epoch).split(BATCH_SIZE):
             mine = batch[rank::world_size]
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(images[mine]), labels[mine])
-            loss.backward()
-            for gradient in [weights.grad for weights in model.parameters() if weights.grad is not None]:
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for weights, gradient in zip(model.parameters(), gradients, strict=True):
                 distributed.all_reduce(gradient)  # now it is the sum of all ranks' gradients, on every rank
-                gradient /= world_size
-            optimizer.step()
+                weights.data -= LEARNING_RATE * gradient / world_size
             losses.append(loss.detach())
         mean = torch.stack(losses).mean()
         distributed.all_reduce(mean)
