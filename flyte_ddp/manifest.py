@@ -34,7 +34,8 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
     Returns:
         The manifest, which has at least "folder" and "files". "folder" is the name of a folder of shards below
-        shards_beside(path). "files" are the names of the files in this folder. None if the checkpoint at this path is a
+        shards_beside(path). "files" are the names of the files in this folder: in a training's manifest a dict with the
+        SHA-256 of each. None if the checkpoint at this path is a
         single file, or if the manifest is damaged or names a file outside of that folder.
 
     Raises:
@@ -47,11 +48,11 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest: dict[str, Any] = json.loads(content)
-        names = [manifest["folder"], *manifest["files"]]
+        names = [*map(Path, [manifest["folder"], *manifest["files"]])]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     # Somebody else may have written the manifest, so its names must not lead out of the folder
-    return manifest if all(Path(name).name == name != ".." for name in names) else None
+    return manifest if all(name.name == str(name) != ".." for name in names) else None
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:

@@ -263,8 +263,8 @@ def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
     Args:
         folder: that folder, whose name is the run's.
         job: the run.
-        goodput: the attempts at the run, with all earlier ones. The id of the tracker's run depends on when the first
-            attempt began, so without the earlier attempts the tracker would begin a new run.
+        goodput: this attempt and all earlier ones. The tracker's run has the same id in all of them, because the id
+            depends on when the first one began.
     """
     return RunInfo(
         name=folder.name,

@@ -134,7 +134,8 @@ def run_rank(
 ) -> list[TrainingResult]:
     """Join the ranks' process group, train as this rank, and return the results of all ranks, by rank.
 
-    A collective: all ranks must call it, and each one returns all results.
+    A collective: all ranks must call it, each in its main thread, and each one returns all results. The handler of
+    SIGTERM stays after the call.
 
     Args:
         worker: the name of the module whose function train trains as one rank.
@@ -158,7 +159,8 @@ def run_rank(
     try:
         return under_watchdog(work, link, environment, timeouts, [signal.SIGTERM])
     except (StopRequested, PreemptedError) as stopped:
-        message = f"rank {environment.rank} on {environment.host}: SIGTERM: {stopped}"
+        cause = "SIGTERM" if link.stop_requested else "another rank got a SIGTERM"
+        message = f"rank {environment.rank} on {environment.host}: {cause}: {stopped}"
         raise PreemptedError(message, link.until) from None
     except RankError as error:  # the watchdog has named the rank
         if link.stop_requested and error.failure.kind in LOSSES:  # this node goes down

@@ -44,7 +44,8 @@ def list_files(platform: Platform, folder: str) -> dict[str, str]:
         folder: the URL of the folder, or its path on this machine. If nothing is there, the dict is empty.
 
     Raises:
-        InputError: `folder` is a file, or its URL names no storage that can be read here.
+        InputError: `folder` is a file, or its URL names no storage that can be read here; or a link in it leads nowhere
+            or to a folder that contains it.
         DataError: The folder may not be read.
         DownloadError: The storage still fails after several tries.
     """

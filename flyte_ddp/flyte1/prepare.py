@@ -48,8 +48,8 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
     """Check that the training is possible, and return the name of the dataset to train on; a Flyte task.
 
     On a cluster, the result is cached, and nothing is downloaded here. A local run never takes the result from a cache,
-    because it checks this machine. It also deletes the prepared dataset of that name if that is damaged, and drops
-    entries of the local cache whose files are gone.
+    because it checks this machine. It also deletes a damaged prepared copy of the dataset, and drops entries of
+    the local cache whose files are gone.
 
     Args:
         hp: the settings of the training.
@@ -61,8 +61,9 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
         name is "digits".
 
     Raises:
-        InputError: keep_best or patience is set without a validation split. In a local run also: this machine cannot
-            run the ranks, or there are too many ranks for a batch.
+        InputError: keep_best or patience is set without a validation split; where the result is cached, keep_best is
+            not looked at. In a local run also: this machine cannot run the ranks, there are more ranks than virtual
+            ranks, or without these than samples in a batch, or the dataset or its folder cannot be used.
     """
     datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)

@@ -77,7 +77,8 @@ def by_content(file: File | None) -> File | None:
     The file is read where it is, and not copied. Call it for a model_state or checkpoint to start from.
 
     Raises:
-        FinalError: The file is missing, or is a folder.
+        FinalError: The file is missing, or is a folder. In a local run every other failure of the storage is one, too.
+        Exception: On a cluster, what the storage's client raises.
     """
     if file is None:
         return None

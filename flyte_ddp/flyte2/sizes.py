@@ -117,7 +117,7 @@ def _sized(train: Any, nodes: int, minutes: int, variables: dict[str, str], avoi
         nodes: the number of nodes.
         minutes: how long the action may wait for its nodes before it fails; 0 for no limit.
         variables: environment variables that are added to those of the pods.
-        avoided: nodes on which the pods do not run. They have no effect if the task's template is one in the cluster.
+        avoided: nodes on which the pods do not run; ignored if the task names a pod template of the cluster.
     """
     template = train.pod_template
     return train.override(

@@ -33,7 +33,7 @@ def shuffled(positions: Tensor, size: int | np.ndarray, key: int | np.ndarray) -
 
 
 def _permute(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Permute numbers with a Feistel network over the bits that range(size) needs, at least 2.
+    """Permute the numbers below 2**b with a Feistel network; b is the bit length of size - 1, but at least 2.
 
     In each round a half of the bits is changed by a mix of the other half and the key. With the same size and key,
     different numbers give different results. A result may be `size` or more: the caller must permute it again.

@@ -356,11 +356,11 @@ class LoopState(Training):
         """Record the epoch's evaluation, write a checkpoint, and go on to the next epoch; a collective.
 
         If the user's code has left the loop over the batches after loop.log, that step is ended first. With
-        loop.epochs(best=...), the weights are copied if they are the best so far. If the weights differ between ranks,
-        a warning says so.
+        loop.epochs(best=...), the weights are copied if they are the best so far, and with options.keep_best written to
+        a file if they are among the best. If the weights differ between ranks, a warning says so.
 
-        No checkpoint is written, and no stop is obeyed, while gradients that no optimizer has stepped by differ between
-        ranks: a later step does both. After the last epoch the checkpoint is written all the same.
+        While ranks hold different gradients that no optimizer has applied yet, the checkpoint is put off, and so is a
+        stop: end_step() does both in a later step. After the last epoch the checkpoint is written all the same.
 
         Args:
             is_left: whether the user's code has left the loop over the epochs. Then a requested stop is not obeyed,
