@@ -66,9 +66,10 @@ def train_as_rank(
         platform: the platform.
         settings: what determines the result.
         options: how to run the training.
-        fetch: downloads the data to this host, and returns what is trained.
+        fetch: downloads the data to this host, and returns what is trained. Each rank calls it; with is_node the first
+            rank of each node.
         own_observers: the user's observers.
-        start: trains as this rank for (environment, job, on_event), and returns the results by rank. on_event is None
+        start: start(environment, job, on_event) trains as this rank, and returns the results by rank. on_event is None
             on other ranks than 0.
         is_node: whether `start` runs all ranks of this node. Then only the first rank of each node calls `start`; the
             node's other ranks return None at once.

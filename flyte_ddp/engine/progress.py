@@ -342,7 +342,7 @@ class Progress:
 
         The mean is over the steps since the last call. A step's seconds are those of reading data, computing and
         waiting for other ranks. The call sets the clock to zero, and adds new warnings to the monitor. If there are
-        any, RanksTimed and the warnings are emitted.
+        new ones, RanksTimed and these warnings are emitted.
         """
         steps, times = self.clock.steps, self.clock.read_all()
         slow = self._stragglers.after_steps(self.epoch, self.step, steps, times)

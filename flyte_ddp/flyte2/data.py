@@ -57,13 +57,14 @@ def output_file(path: Path) -> File:
 
 
 def output_folder(path: Path, url: str = "", digest: str | None = None) -> Dir:
-    """Return a folder on this machine as a task's output, after uploading it on a cluster.
+    """Return a folder on this machine as a task's output.
 
-    In a local run without a url, and outside of tasks, the folder stays where it is.
+    On a cluster the folder is uploaded. In a task of a local run it is uploaded only if there is a url. Outside of
+    tasks it stays where it is, and the url is ignored.
 
     Args:
         path: the folder on this machine.
-        url: the URL in the storage where the folder goes, in a task of a local run, too; empty leaves that to Flyte.
+        url: the URL in the storage where the folder goes; empty leaves that to Flyte.
         digest: the digest of the folder's content, which is its key in the caches; None leaves the key to Flyte.
     """
     if not flyte.ctx():

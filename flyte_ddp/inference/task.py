@@ -70,9 +70,10 @@ def resolve_inputs(
     """Check the inputs of a batch prediction, and find out which dataset and network "auto" stands for; a Flyte task.
 
     "auto" stands for the dataset or network in the metadata of the weights. Without weights or metadata, it stands for
-    mnist and "mnist_cnn". A network that the options name is not compared with the metadata here. A local run also
-    deletes a damaged copy of the dataset, and cache entries whose files are gone. If "auto" stands for mnist for want
-    of metadata, a local run downloads mnist, and takes digits if that fails.
+    mnist and "mnist_cnn". A network that the options name is not compared with the metadata here.
+
+    A local run also deletes a damaged copy of the dataset, and cache entries whose files are gone. If "auto" stands for
+    mnist for want of metadata, a local run downloads mnist, and takes digits if that fails.
 
     Args:
         model_state: the weights; None if the workflow trains a model first.
@@ -80,8 +81,8 @@ def resolve_inputs(
         options: the options, of which dataset and model may be "auto".
 
     Returns:
-        The name of the dataset, and the options with the name of the network as `model`. Their `dataset` stays as it
-        was, even "auto".
+        The name of the dataset, and the options with the name of the network as `model`. The name counts: `dataset` of
+        these options may still be "auto".
 
     Raises:
         InputError: the folder has no files; the weights are not those of a built-in classifier on a built-in dataset,

@@ -212,10 +212,12 @@ def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
 def restore_logged(trainer: Trainer, module: LightningModule, logged: list[Mapping[str, Any]]) -> None:
     """Restore what an earlier attempt's steps of this epoch have logged, so that the next steps add to it.
 
+    Logged numbers get their sums back. A logged metric object is only linked again: the caller restores its state.
+
     Args:
         trainer: the trainer, before its next step.
-        module: the module, whose metrics may be among what is logged.
-        logged: what logged_in_epoch() returned.
+        module: the module, which holds the metric objects.
+        logged: what logged_in_epoch() returned on this rank.
     """
     trainer._logger_connector._first_loop_iter = True  # in an epoch's first step Lightning sets what was logged to zero
     for one in logged:

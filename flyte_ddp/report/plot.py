@@ -61,13 +61,14 @@ def make_axis(
 
     Args:
         values: the values. Those that are not finite are ignored; on a logarithmic axis also those that are not
-            positive.
+            positive. If there are no others, the axis spans about 0 to 1.
         begin: the position of the axis's first end in the drawing.
         end: the position of the other end.
         write: formats a label.
         logarithmic: whether the axis is logarithmic. Without positive values it is linear all the same.
-        from_zero: whether the axis begins at 0; a logarithmic one then begins at 1.
-        integer: whether only whole numbers get labels. A logarithmic axis ignores this.
+        from_zero: whether the axis begins at 0, or at 1 if it is logarithmic. Some value must be above that.
+        integer: whether only whole numbers get labels. The values must then span a whole step. A logarithmic axis
+            ignores this.
         ticks: the values to label; by default round numbers.
     """
     shown = [value for value in values if math.isfinite(value)]

@@ -159,9 +159,9 @@ class CommonScriptTraining(Training[Given, Outputs]):
     ) -> list[TrainingResult]:
         """Run the script's ranks of this node, wait for them, and return their results, in the order of the ranks.
 
-        The first rank of each node calls the method. The first node mirrors its checkpoints to the storage. Every other
-        node begins with a copy of what was mirrored in a temporary folder, which is deleted at the end with all that
-        the script has saved there.
+        The first rank of each node calls the method. The first node mirrors its checkpoints to the storage. On every
+        other node the script works in a temporary folder, which is deleted at the end with all that the script has
+        saved there. On a cluster this folder begins with a copy of what was mirrored; in a local run it begins empty.
 
         Args:
             environment: the node's first rank.

@@ -107,10 +107,15 @@ class Streamed:
 
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield the items of an iterator, of which a thread computes up to `count`, at least 1, in advance.
+    """Yield the items of an iterator, which a thread computes in advance.
 
-    An error that an item raises in the thread is raised here in the item's place. The thread starts when the first item
-    is asked for. When this generator is closed, the thread may still compute up to `count` items.
+    The thread starts when the first item is asked for. An error that an item raises in the thread is raised here in the
+    item's place. When this generator is closed, the thread may still compute up to `count` items.
+
+    Args:
+        items: the iterator. Only the thread uses it.
+        count: the most items that are computed and not yet done with; at least 1. The item that the consumer has counts,
+            so with 1 the thread waits while the consumer works.
     """
     asked: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Future[T]] = SimpleQueue()

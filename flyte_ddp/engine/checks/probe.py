@@ -224,7 +224,7 @@ def _refuse_missing_gradients(training: Trials) -> None:
     """Raise InputError if the measure that is minimised, usually the loss, has no usable gradient.
 
     Refused are values of the measure without a gradient, sample weights in the measure that require a gradient, and a
-    sparse gradient of a parameter.
+    sparse gradient of a parameter. Nothing is computed: the function looks at what the trial of a step has left.
     """
     recipe = training.recipe
     name, values, weights = training.whole.trained

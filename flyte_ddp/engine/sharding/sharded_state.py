@@ -108,7 +108,7 @@ def with_room(content: Any) -> Any:
 
 
 def fill(path: Path | None, content: Any, device: torch.device) -> None:
-    """Write the rows of all ranks into a file's sharded tensors, which rank 0 has saved without values; a collective.
+    """Write the rows of all ranks into the room that rank 0 has left for them in a file; a collective.
 
     Rank 0 maps the file and writes the rows of one rank after the other, so no tensor is ever whole in memory. If the
     content has no Shards, nothing is exchanged or written.

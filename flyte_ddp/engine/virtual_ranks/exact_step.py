@@ -250,6 +250,10 @@ class ExactStep(SingleStep):
         their numbers, and only during the rank's last part of the batch. If a hook or an optimizer's zero_grad() has
         replaced the weight's gradient tensor, its values are copied into the bucket.
 
+        Args:
+            number: the number of the weight's bucket.
+            place: the weight's place in that bucket.
+
         Raises:
             InputError: The weight's gradient came twice in one backward pass, or after its bucket was sent. The sum
                 would lack a part of the gradient.
