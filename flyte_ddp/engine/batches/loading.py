@@ -114,8 +114,8 @@ def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
 
     Args:
         items: the iterator. Only the thread uses it.
-        count: the most items that are computed and not yet done with; at least 1. The item that the consumer has counts,
-            so with 1 the thread waits while the consumer works.
+        count: the most items that are computed and not yet done with; at least 1. The item that the consumer has is one
+            of them, so with 1 the thread waits while the consumer works.
     """
     asked: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Future[T]] = SimpleQueue()
