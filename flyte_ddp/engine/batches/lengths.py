@@ -15,6 +15,8 @@ from flyte_ddp.engine.torch_compat import pytree
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.random_numbers import Use, derive_key
 
+TRIED = 64  # from how many samples it shows whether a tensor comes padded
+
 
 class Lengths:
     """The lengths of a split's samples, which all ranks know, so that they pad a global batch alike.
@@ -31,13 +33,18 @@ class Lengths:
     def __init__(self, each: Any, count: int, fetch: Callable[[Tensor], Any]):
         """Check the lengths, and find out which tensors to pad.
 
+        If even the shortest sample has a tensor of the longest one's length, samples come padded. A tensor of this
+        length is padded if it has one value in all places after a sample's length, in each of up to TRIED + 1 samples.
+        Others, such as an embedding that happens to be as long, are not.
+
         Args:
             each: (count,) whole numbers, the length of each sample.
             count: the number of samples.
             fetch: fetch(indices (n,)) returns the samples' tensors, padded or not.
 
         Raises:
-            InputError: No tensor's first dimension has these lengths in the shortest and the longest sample.
+            InputError: No tensor's first dimension has these lengths in the shortest and the longest sample, or what
+                has the longest one's length in both is not padded.
         """
         try:
             values = np.asarray(each)
@@ -55,8 +62,19 @@ class Lengths:
         pairs = list(zip(*shapes, strict=True))
         self.is_padded = [pair == (shortest, longest) for pair in pairs]
         self.come_padded = not any(self.is_padded)  # even the shortest sample has the longest one's shape
-        if self.come_padded:
-            self.is_padded = [pair == (longest, longest) for pair in pairs]
+        if self.come_padded and (longest, longest) in pairs:
+            some = torch.cat([torch.arange(TRIED) * (count - 1) // (TRIED - 1), torch.tensor(ends[:1])]).unique()
+            leaves = pytree.tree_leaves(fetch(some))
+            self.is_padded = [
+                pair == (longest, longest) and _is_padding(leaf, self.each[some])
+                for pair, leaf in zip(pairs, leaves, strict=True)
+            ]
+            if not any(self.is_padded):
+                raise InputError(
+                    "samples that come padded must have one value in all places after a sample's length, where they "
+                    f"are cut, but no tensor of length {longest[0]} has: pad with 0, or return a Dataset of unpadded "
+                    "samples"
+                )
         if not any(self.is_padded):
             raise InputError(
                 f"lengths must be those of the first dimension of a tensor's samples, but for samples {ends[0]} and "
@@ -97,6 +115,11 @@ class Lengths:
                 leaf = F.pad(leaf, [0, 0] * (leaf.ndim - 2) + [0, longest - leaf.shape[1]])  # a negative pad cuts off
             fitted.append(leaf)
         return pytree.tree_unflatten(fitted, structure)
+
+
+def _is_padding(leaf: Tensor, lengths: Tensor) -> bool:
+    """Return whether each sample of a tensor (n, longest, ...) has one value after its length, which is in (n,)."""
+    return all(bool((row[length:] == row[-1]).all()) for row, length in zip(leaf, lengths.tolist(), strict=True))
 
 
 def get_lengths(split: Any) -> Lengths | None:
