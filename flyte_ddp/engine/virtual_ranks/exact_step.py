@@ -390,9 +390,13 @@ class ExactStep(SingleStep):
 
     @grid.setter
     def grid(self, exponents: Tensor | None) -> None:
-        """Set the units; with None, or exponents of another network, the next step finds them by computing twice."""
-        fit = exponents is not None and exponents.shape[1:] == self._units.exponents.shape
-        self._exponents = [*exponents] if exponents is not None and fit else []
+        """Set the units; with None, or exponents of another network, the next step finds them by computing twice.
+
+        Exponents may be on another device, such as those of a checkpoint, and are moved to the step's.
+        """
+        own = self._units.exponents
+        is_fit = exponents is not None and exponents.shape[1:] == own.shape
+        self._exponents = [*exponents.to(own.device)] if exponents is not None and is_fit else []
 
 
 def _check_dtypes(step: Step) -> None:
