@@ -12,7 +12,8 @@ import torch
 from flyte_ddp.engine.job import TrainingResult, make_job
 from flyte_ddp.events import CheckpointWritten, Event
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import choose_world
+from flyte_ddp.launch.environment import Environment, choose_world
+from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.lightning.settings import LightningOptions, LightningSettings
 from flyte_ddp.lightning.task import LightningTraining
 from flyte_ddp.settings import TrainingSettings
@@ -44,9 +45,13 @@ def train(
     headline: str = "val_accuracy",
     callbacks: str = "",
     target: str = "flyte_ddp.lightning.rank:run",
+    here: Callable[..., TrainingResult] | None = None,
     **options: Any,
 ) -> Trained:
-    """One training; those in the same folder share a checkpoint. The project is on sys.path."""
+    """One training; those in the same folder share a checkpoint. The project is on sys.path.
+
+    here: what trains in this process, as the only rank, in place of ranks.
+    """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     training, chosen = LightningTraining(module, data, callbacks, headline), LightningOptions(**options)
     paths = folder / "model.pt", folder / "checkpoint", folder / "logs"
@@ -57,9 +62,13 @@ def train(
         events.append(event)
         on_event(event)
 
-    world = choose_world("gloo", nproc, 100)
-    results = launcher.launch(target, world, job, 120, listen, training.preload, root=training.code.root)
-    return Trained(results[0], torch.load(folder / "model.pt", weights_only=True), events)
+    if here:
+        alone = Environment(choose_world("gloo", 1, 100), 0, 0, f"file://{folder}/store", threads=1)
+        result = here(alone, DirectLink(listen), job)
+    else:
+        world = choose_world("gloo", nproc, 100)
+        result = launcher.launch(target, world, job, 120, listen, training.preload, root=training.code.root)[0]
+    return Trained(result, torch.load(folder / "model.pt", weights_only=True), events)
 
 
 class KilledError(Exception):
