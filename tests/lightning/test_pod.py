@@ -33,7 +33,7 @@ def test_a_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
     inputs = {"settings": literal(settings), "data": small_dataset(tmp_path / "small")}
     inputs["options"] = literal(LightningOptions(tracking="tensorboard"))
     environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
-    package = build_package(IMAGE, environment=environment, package="autoencoder", folder=place)
+    package = build_package(IMAGE, environment=environment, package="autoencoder.workflow", folder=place)
     task, path = package.tasks["autoencoder.workflow.train_autoencoder"], {"PYTHONPATH": f"{ROOT}:{place}"}
 
     first = Pod(task, inputs, tmp_path / "killed", path)
