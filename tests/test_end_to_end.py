@@ -134,7 +134,10 @@ def test_the_help_has_a_line_for_each_setting_and_no_schema():
 
 @pytest.mark.slow
 def test_after_ctrl_c_the_same_command_goes_on_and_ends_with_the_same_bits(user):
-    arguments = ["--hp", '{"dataset": "digits", "epochs": 1, "log_interval": 1, "precision": "float32"}']
+    arguments = [
+        "--hp",
+        '{"dataset": "digits", "epochs": 1, "train_fraction": 0.4, "log_interval": 1, "precision": "float32"}',
+    ]
     running = start_pyflyte(*WORKFLOW, *arguments, cwd=Path.cwd())
     assert running.stderr is not None
     for line in running.stderr:
