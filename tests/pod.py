@@ -58,9 +58,9 @@ def package(*arguments: str, **environment: str) -> Package:
 
 
 def package_for_here(**environment: str) -> Package:
-    """For pods with the GPUs of this machine; with others they refuse to train."""
+    """For pods with the GPUs of this machine; with others they refuse to train; without any, that of two nodes."""
     gpus = visible_gpus()
-    return package(**({"DDP_GPUS": str(gpus)} if gpus else {"DDP_PROFILE": "sandbox"}), **environment)
+    return package(**({"DDP_GPUS": str(gpus)} if gpus else TWO_NODES), **environment)
 
 
 def literal(value: Any, kind: Any = None) -> Literal:

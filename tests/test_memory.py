@@ -22,7 +22,7 @@ from flyte_ddp.settings import RunOptions
 from scripts.dry_run import amounts
 from tests.commands import ROOT
 from tests.once import trained_classifier
-from tests.pod import Pod, container_of, literal, package, small_dataset
+from tests.pod import TWO_NODES, Pod, container_of, literal, package, small_dataset
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ OPTIONS = RunOptions()
 
 def tasks():
     """As registered for a cluster without GPUs, whose pods are the smallest."""
-    return package(DDP_PROFILE="sandbox").tasks
+    return package(**TWO_NODES).tasks
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from flyte_ddp.data.sources.datasets import SOURCES, data_dir, prepare, prepared
 from flyte_ddp.errors import DownloadError, InputError
 from flyte_ddp.recipes.hyperparameters import DATASETS
 from flyte_ddp.whole_files import temporary_beside
-from tests.pod import Pod, literal, package
+from tests.pod import TWO_NODES, Pod, literal, package
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,7 +155,7 @@ def test_real_mnist_and_fashion_mnist_from_one_mirror(test_data, folder, monkeyp
 
 @pytest.mark.slow
 def test_a_pod_prepares_real_cifar10_from_unpacked_files_within_its_memory(mirror, folder, tmp_path):
-    task = package(DDP_PROFILE="sandbox").tasks["flyte_ddp.flyte1.prepare.prepare_dataset"]
+    task = package(**TWO_NODES).tasks["flyte_ddp.flyte1.prepare.prepare_dataset"]
     environment = {"DDP_DATA_MIRROR": mirror.as_uri(), "DDP_DATA_DIR": str(folder)}
     Pod(task, {"name": literal("cifar10")}, tmp_path / "pod", environment=environment).run()
     cifar10 = read_description(prepared_dir("cifar10"))
