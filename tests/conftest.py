@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, folder in folders.items():
         (place / folder).mkdir()
         os.environ[name] = str(place / folder)
-    tempfile.tempdir = None
+    tempfile.tempdir = os.environ["TMPDIR"]  # which a test may set for its processes, and remove afterwards
     # `pyflyte` is the one beside this interpreter, also where the environment isn't activated.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that is started compiles our modules again
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
