@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
 
-from flyte_ddp.fields import Settings
+from flyte_ddp.fields import Settings, find_default
 from flyte_ddp.report.goodput import LABELS, compute_goodput
 from flyte_ddp.report.record import Record
 from flyte_ddp.report.surroundings import surroundings
@@ -240,11 +240,16 @@ def _memory(record: Record) -> list[tuple[str, str]]:
 
 
 def _settings(values: Settings) -> list[tuple[str, str, str]]:
-    """Return (name, value, default) of each field. The default is "" if the value doesn't differ from it."""
+    """Return (name, value, default) of each field.
+
+    The default is "" if the value doesn't differ from it, or if there is none.
+    """
     lines = []
-    for name, default in dataclasses.asdict(type(values)()).items():  # type: ignore[call-overload]
-        value = getattr(values, name)
-        lines.append((name, _text(value), _text(default) if value != default else ""))
+    for field in dataclasses.fields(values):  # type: ignore[arg-type]
+        value = getattr(values, field.name)
+        default = find_default(field)
+        is_other = default not in (value, dataclasses.MISSING)
+        lines.append((field.name, _text(value), _text(default) if is_other else ""))
     return lines
 
 

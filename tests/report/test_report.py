@@ -20,13 +20,14 @@ from flyte_ddp.events import (
     StepLogged,
     list_digests,
 )  # fmt: skip
-from flyte_ddp.report.contents import tiles
+from flyte_ddp.report.contents import setup_tables, tiles
 from flyte_ddp.report.figures import Curves, draw, scatter, thin_out
 from flyte_ddp.report.plot import make_axis
 from flyte_ddp.report.predictions import load_predictions
 from flyte_ddp.report.record import MOST_STEPS, Record, RunFailed, RunFinished
 from flyte_ddp.report.report import PAGE_SECONDS, Report, fragment
 from flyte_ddp.report.surroundings import surroundings
+from flyte_ddp.settings import TrainingSettings
 from tests.report.conftest import HOSTILE, HOSTILE_CLASS, page_of
 
 
@@ -177,6 +178,18 @@ def test_evaluations_that_are_told_again_are_shown_once(recorded):
     assert record.epochs == [first]
     record(dataclasses.replace(started, first_epoch=1, first_step=3, earlier=list_digests([first])))
     assert record.epochs == [first]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WordSettings(TrainingSettings):
+    vocabulary: int
+    width: int = 8
+
+
+def test_a_setting_is_shown_with_its_default_if_it_has_another_one(recorded):
+    info = dataclasses.replace(recorded.info, settings=WordSettings(vocabulary=100, width=9))
+    lines = setup_tables(Record(info))["Hyperparameters"]
+    assert {("vocabulary", "100", ""), ("width", "9", "8"), ("seed", "1", "")} <= {*lines}
 
 
 def test_a_failed_run_has_a_page(recorded):
