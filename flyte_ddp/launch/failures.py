@@ -37,6 +37,7 @@ MEMORY_MESSAGE = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED"
 SETUP_MESSAGE = re.compile(r"Duplicate GPU|no kernel image|invalid device ordinal")
 MORE_MEMORY = " (lower batch_size, or train on more GPUs; where model() fails, the network itself is too large)"
 LESS_LOADING = " (out of memory, or of shared memory? lower loader_workers or batch_size)"
+MORE_TIME = " (its workers are too slow, or hang: raise its timeout)"
 # Messages about shared memory, which semaphores of processes and torch's tensors between processes need
 SHARED_MESSAGE = re.compile(r"shared memory (object|file)|</?torch_\d|bus error .*shared memory")
 NO_SHARED_MEMORY = (
@@ -209,6 +210,8 @@ def _classify(error: BaseException) -> tuple[str, bool, str]:
         return "error", isinstance(error, RecoverableError), ""
     if is_plain and message.startswith("DataLoader worker"):
         return "error", True, LESS_LOADING
+    if is_plain and message.startswith("DataLoader timed out"):
+        return "error", True, MORE_TIME
     if is_out_of_memory(error):
         return "error", False, MORE_MEMORY
     if SETUP_MESSAGE.search(message):

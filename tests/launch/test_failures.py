@@ -57,6 +57,7 @@ def nccl(what, last):
         (nccl("remote process exited or there was a network error", "socket closed"), "peer", True, "socket closed"),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), "peer", True, "gloo"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "error", True, "lower loader_workers"),
+        (RuntimeError("DataLoader timed out after 60 seconds"), "error", True, "raise its timeout"),
         (RuntimeError("my own hardware error"), "error", False, "my own"),
         (RuntimeError("no igloo has a corner"), "error", False, "igloo"),
         (ValueError("NCCL, ECC, out of memory"), "error", False, "NCCL"),
