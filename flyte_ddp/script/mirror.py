@@ -110,22 +110,42 @@ class CheckpointMirror:
             with suppress(OSError):  # it has files
                 if Path(parent) != self._folder:
                     os.rmdir(parent)
-        for name in sorted(wanted, key=lambda name: not wanted[name].url):  # links last, so that none is followed
-            path = self._folder / name
-            if not os.path.lexists(path):
-                self._fetch(wanted[name], path)
-            restored = _version(path, self._folder)
-            assert restored is not None
-            self._copies.setdefault(_entry(name), {})[name] = Copy(wanted[name].url, restored)
-        for parent, folders, names in os.walk(self._folder, topdown=False):
-            times = [os.lstat(Path(parent, name)).st_mtime_ns for name in (*folders, *names)]
-            newest = max(times, default=0)
-            if times:  # scripts look for the newest folder, too
-                os.utime(parent, ns=(newest, newest))
+        if self._storage:
+            self._fill(self._folder, wanted)
+        else:  # the next run would take a part of the files for those of an earlier run
+            with tempfile.TemporaryDirectory(dir=self._folder.parent) as beside:
+                whole = Path(beside, self._folder.name)
+                whole.mkdir()
+                self._fill(whole, wanted)
+                whole.rename(self._folder)
         self._taken |= self._own_names(wanted.values())
         self._entries = self._scan()
         if wanted:
             say(f"Files of the script's checkpoints that were restored: {len(wanted)}")
+
+    def _fill(self, folder: Path, wanted: Mapping[str, Copy]) -> None:
+        """Restore the files that are not in the folder yet, with their times of change and those of their folders.
+
+        Args:
+            folder: the folder to fill. It has no files but wanted ones.
+            wanted: the copies to restore, by relative path.
+
+        Raises:
+            InputError: a file in the storage was removed or replaced.
+            RecoverableError: the storage fails.
+        """
+        for name in sorted(wanted, key=lambda name: not wanted[name].url):  # links last, so that none is followed
+            path = folder / name
+            if not os.path.lexists(path):
+                self._fetch(wanted[name], path)
+            restored = _version(path, folder)
+            assert restored is not None
+            self._copies.setdefault(_entry(name), {})[name] = Copy(wanted[name].url, restored)
+        for parent, folders, names in os.walk(folder, topdown=False):
+            times = [os.lstat(Path(parent, name)).st_mtime_ns for name in (*folders, *names)]
+            newest = max(times, default=0)
+            if times:  # scripts look for the newest folder, too
+                os.utime(parent, ns=(newest, newest))
 
     def _read_manifest(self) -> dict[str, Copy]:
         """Return the copies that the manifest on this machine names, by relative path.

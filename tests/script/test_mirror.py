@@ -459,6 +459,21 @@ def test_an_object_that_another_attempt_has_replaced_is_refused(attempt, tmp_pat
         Attempt(tmp_path, 1)
 
 
+def test_a_local_run_whose_restore_was_interrupted_restores_again(attempt, tmp_path):
+    for name in ("step1", "step2"):
+        attempt.write(**{f"{name}__model": name})
+        attempt.upload()
+    (tmp_path / "local" / "script").mkdir(parents=True)
+    mirror = CheckpointMirror(attempt.platform, tmp_path / "local" / "script", attempt.store.path, None)
+    last = Path(named(attempt)["step2/model"])
+    last.rename(tmp_path / "away")
+    with pytest.raises(InputError, match="was removed"):
+        mirror.restore()
+    (tmp_path / "away").rename(last)
+    mirror.restore()
+    assert files_in(tmp_path / "local") == {"script/step1/model": "step1", "script/step2/model": "step2"}
+
+
 def test_an_entry_that_is_never_quiet_is_named_once(attempt, capsys):
     for number in range(200):
         attempt.write(run1__log="x" * number, run1__ckpt="whole")
