@@ -55,10 +55,11 @@ class Link:
 class ParentLink(Link):
     """The pipe to the parent: events of rank 0, and of every rank its output, heartbeats and answers to requests."""
 
-    def __init__(self, connection: Connection, rank: int):
+    def __init__(self, connection: Connection, rank: int, local_rank: int):
         super().__init__(is_heard=rank == 0)
         self._connection = connection
         self._rank = rank
+        self._local_rank = local_rank
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()  # the checkpoint thread emits too
         self._phase = STARTING
@@ -126,7 +127,7 @@ class ParentLink(Link):
         try:
             while True:
                 if self._connection.recv() == "locate":
-                    self.send("answer", locate_rank(self._rank))
+                    self.send("answer", locate_rank(self._local_rank))
                 else:
                     self.stop_requested = True
         except (EOFError, OSError):

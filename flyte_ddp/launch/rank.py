@@ -77,7 +77,7 @@ def serve(
         multiprocessing.set_start_method("fork", force=True)
     os.register_at_fork(after_in_child=partial(_detach_child, connection))
     os.setpgrp()  # a group with whatever this process starts, so that all of it can be ended
-    link = ParentLink(connection, environment.rank)
+    link = ParentLink(connection, environment.rank, environment.local_rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, link.on_signal)
     # The process that this one was forked from blocks these signals

@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -173,6 +174,18 @@ def hang_in(environment: Environment, link: Link, phase: str) -> None:
     link.heartbeat()
     link.heartbeat(phase)
     wait_for_ever()
+
+
+def hang_beside_eight_gpus(environment: Environment, link: Link, argument: Any) -> None:
+    """Says which of the GPUs is asked whether it is idle; torch has none."""
+
+    def default_stream(number: int) -> Any:
+        print("GPU", number)
+        return SimpleNamespace(query=lambda: True)
+
+    distributed.init_process_group("gloo", init_method=environment.init_method, rank=0, world_size=1)
+    vars(torch.cuda).update(is_initialized=lambda: True, device_count=lambda: 8, default_stream=default_stream)
+    hang_in(environment, link, STEPPING)
 
 
 def say_pids_and_wait(environment: Environment, link: Link, argument: Any) -> None:

@@ -245,6 +245,15 @@ def test_a_hang_is_named_with_what_its_ranks_were_doing(phase, timeouts, said):
         launch("hang_in", argument=phase, timeout_seconds=timeouts)
 
 
+def test_a_rank_of_another_host_than_the_first_asks_the_gpu_of_its_own():
+    said: list[Any] = []
+    world = World(size=4, local_size=1, backend="gloo", device="cpu")
+    target = f"{TARGETS}:hang_beside_eight_gpus"
+    with pytest.raises(RankError, match="no step within"):
+        launcher.launch(target, world, None, Timeouts(0.1, start=60), said.append, first=3)
+    assert [event.text for event in said] == ["GPU 0"]
+
+
 def test_an_observer_that_raises_ends_all_ranks(tmp_path):
     def on_event(event):
         raise OSError("observer")
