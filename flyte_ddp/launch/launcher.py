@@ -306,7 +306,7 @@ def _supervise(
                 error = name_the_cause(_with_ended(failures, ranks))
                 is_loss = isinstance(error, RankError) and error.failure.kind in LOSSES
                 if is_loss and signals and signal.SIGINT not in signals:  # the node goes down
-                    until = now + grace.seconds_of_upload()
+                    until = min(noticed, now) + grace.seconds_of_upload()
                     raise PreemptedError(f"{signal.Signals(signals[0]).name}: {error}", until)
                 raise error
         if signals and noticed == math.inf:

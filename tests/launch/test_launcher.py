@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,19 @@ def test_ranks_of_another_host_than_the_first_have_the_grace_though_they_tell_of
     world = World(size=2, local_size=1, backend="gloo", device="cpu")
     target = f"{TARGETS}:save_when_asked_to_stop"
     assert launcher.launch(target, world, None, 60, on_event, first=1) == ["saved"]
+
+
+def test_after_a_loss_during_the_grace_an_upload_has_no_more_time_than_without():
+    asked = []
+
+    def on_event(event):
+        if isinstance(event, Printed):
+            asked.append(time.monotonic())
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(PreemptedError, match=r"SIGTERM: rank 0 on .*SIGKILL") as stopped:
+        launch("die_when_asked_to_stop", 1, on_event=on_event)
+    assert stopped.value.until <= asked[0] + Grace().seconds_of_upload()
 
 
 @pytest.mark.parametrize("value", ["-1", "ten", "1.5", "3601", "9" * 5000, "٣"])
