@@ -46,6 +46,7 @@ SPIN_COUNT = "10000"
 
 MOST_PER_CORE = 8  # ranks that compute on a CPU without a word about their number
 GRACE_SECONDS = 3.0  # for the other ranks' reports once one has failed: the first to arrive may not be the cause
+MOST_INTERRUPTS = 3  # the third Ctrl-C ends even ranks that write a checkpoint, once the grace is over
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 0.5  # their stacks, which they write piece by piece, are whole when they have not grown for so long
 MOST_BYTES = 60  # of a folder's path in which multiprocessing makes another one, for sockets
@@ -111,8 +112,9 @@ def launch(
         PreemptedError: A SIGTERM or SIGHUP arrived here, or a SIGTERM at a rank. The ranks are asked to stop. Before
             the first step they are killed at once, and afterwards when the grace is over (see grace.py). Where rank 0
             is on another host, nobody here knows of the first step, so the ranks always have the grace.
-        KeyboardInterrupt: The user pressed Ctrl-C. The ranks end as after a SIGTERM. A second Ctrl-C ends them at once,
-            unless one of them writes a checkpoint.
+        KeyboardInterrupt: The user pressed Ctrl-C. The ranks end as after a SIGTERM, but a checkpoint that a rank
+            writes as the grace ends is still finished. A second Ctrl-C ends the ranks at once, unless one of them
+            writes a checkpoint. A third one ends them even then, once the grace is over.
     """
     grace = Grace(is_told=first == 0)
     grace.has_started = first > 0  # rank 0 alone tells of it
@@ -315,11 +317,22 @@ def _supervise(
                 rank.request("stop")
         if all(rank.outcome == "done" for rank in ranks):
             return [rank.value for rank in ranks]
-        if all(rank.outcome for rank in ranks) or now >= noticed + grace.seconds_of_ranks():
+        is_over = now >= noticed + grace.seconds_of_ranks()
+        if all(rank.outcome for rank in ranks) or (is_over and not _may_write_on(ranks, signals)):
             raise _error_of_stop(ranks, signals, grace, noticed + grace.seconds_of_upload())
         exceeded = [rank.silent_seconds > timeouts.seconds(rank.phase) for rank in ranks if not rank.outcome]
         if timeouts.are_hung(exceeded):
             raise _error_of_hang(ranks, timeouts, note)
+
+
+def _may_write_on(ranks: list[_Rank], signals: list[int]) -> bool:
+    """Return whether a rank that writes a checkpoint may finish it, though the grace is over.
+
+    It may after Ctrl-C, because no platform ends this host then, unless the user has pressed it MOST_INTERRUPTS times,
+    or another signal has come, too.
+    """
+    is_user = {*signals} == {signal.SIGINT} and len(signals) < MOST_INTERRUPTS
+    return is_user and any(rank.is_writing for rank in ranks)
 
 
 def _with_ended(failures: Sequence[Failure], ranks: Sequence[_Rank]) -> list[Failure]:

@@ -302,6 +302,15 @@ def die_when_asked_to_stop(environment: Environment, link: Link, argument: Any) 
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def write_until_told(environment: Environment, link: Link, file: str) -> str:
+    link.emit(started())
+    link.heartbeat(WRITING)
+    while not os.path.exists(file):
+        print("still writing")
+        threading.Event().wait(0.05)
+    return "written"
+
+
 def started(first_epoch: int = 0) -> RunStarted:
     """Return what is told before the first step."""
     return RunStarted("", "", "", (), 0, 0, 0, 1, "gloo", "cpu", "", 2, 10, first_epoch, 0, 0.0, [])

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,28 @@ def test_after_a_loss_during_the_grace_an_upload_has_no_more_time_than_without()
     with pytest.raises(PreemptedError, match=r"SIGTERM: rank 0 on .*SIGKILL") as stopped:
         launch("die_when_asked_to_stop", 1, on_event=on_event)
     assert stopped.value.until <= asked[0] + Grace().seconds_of_upload()
+
+
+@pytest.mark.parametrize("is_pressed_again", [False, True])
+def test_after_ctrl_c_a_checkpoint_may_take_longer_than_the_grace_until_the_third_one(
+    tmp_path, monkeypatch, is_pressed_again
+):
+    monkeypatch.setenv("DDP_GRACE_SECONDS", "1")
+    asked: list[float] = []
+
+    def on_event(event):
+        if isinstance(event, Printed) and not asked:
+            asked.append(time.monotonic())
+            signal.raise_signal(signal.SIGINT)
+        elif asked and time.monotonic() > asked[0] + 1 and is_pressed_again:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        elif asked and time.monotonic() > asked[0] + 1:
+            (tmp_path / "end").touch()
+
+    expected = pytest.raises(KeyboardInterrupt) if is_pressed_again else nullcontext()
+    with expected:
+        assert launch("write_until_told", 1, str(tmp_path / "end"), on_event=on_event) == ["written"]
 
 
 @pytest.mark.parametrize("value", ["-1", "ten", "1.5", "3601", "9" * 5000, "٣"])
