@@ -87,6 +87,16 @@ class Secant(torch.optim.SGD):
             self.state[weight]["last"] = weight.grad
 
 
+class Shared(torch.optim.SGD):
+    """Keeps a tensor that belongs to no single weight."""
+
+    def step(self, closure=None):
+        state: Any = self.state
+        rates = state["shared"].setdefault("rates", torch.full((2,), 0.1))
+        self.param_groups[0]["lr"] = rates.mul_(0.9)[0].item()
+        super().step()
+
+
 class Recorder(torch.optim.SGD):
     """Keeps the last norms of each gradient, in a type that no checkpoint can have."""
 
@@ -109,6 +119,10 @@ class KeepsAGradient(Forgetful):
 
 class Recording(Forgetful):
     kind = Recorder
+
+
+class SharingABuffer(Forgetful):
+    kind = Shared
 
 
 class Remembering(Forgetful):

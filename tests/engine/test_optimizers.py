@@ -60,15 +60,16 @@ def test_a_scheduler_that_nothing_would_step_is_refused(alone, tmp_path):
         run("Scheduled", tmp_path)
 
 
-def test_a_resume_where_the_optimizer_is_fused_goes_on_from_where_it_was_not(alone, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["FusedWhereItMay", "SharingABuffer"])
+def test_a_resume_goes_on_from_an_unfused_optimizer_and_from_state_of_no_weight(alone, tmp_path, monkeypatch, name):
     def interrupt(event):
         if isinstance(event, StepLogged) and event.step == 2:
             raise Unplugged
 
     with pytest.raises(Unplugged):
-        run("FusedWhereItMay", tmp_path, interrupt, checkpoint_seconds=0)
+        run(name, tmp_path, interrupt, checkpoint_seconds=0)
     distributed.destroy_process_group()
     monkeypatch.setenv("FUSED", "1")
     events: list[Event] = []
-    assert len(run("FusedWhereItMay", tmp_path, events.append).epochs) == 2
+    assert len(run(name, tmp_path, events.append).epochs) == 2
     assert [event.first_step for event in events if isinstance(event, RunStarted)] == [1]

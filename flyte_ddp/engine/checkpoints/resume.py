@@ -216,7 +216,7 @@ def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = 
     own = {name: network.state_dict() for name, network in networks.items() if network}
     fitting = {path: local(value) for path, value in pytree.tree_flatten_with_path(own)[0]}
     weights = chain.from_iterable(group["params"] for group in state.optimizer.param_groups)
-    updated = [local(weight) for weight in weights]
+    updated = {number: local(weight) for number, weight in enumerate(weights)}
 
     def new(path: tuple[Any, ...], value: Tensor) -> Tensor:
         """Return an empty tensor for a value of the checkpoint.
@@ -226,8 +226,9 @@ def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = 
         """
         if not value.dim() or [key.key for key in path[:2]] != ["optimizer", "state"]:
             return torch.empty_like(value, device="cpu")
-        weight = updated[path[2].key]
-        return torch.empty_like(weight if weight.shape == value.shape else value, dtype=value.dtype)
+        weight = updated.get(path[2].key)  # None if an optimizer keeps it for all weights, by a key of its own
+        alike = value if weight is None or weight.shape != value.shape else weight
+        return torch.empty_like(alike, dtype=value.dtype, device=state.device)
 
     def filled(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, (Tensor, StoredTensor)):
