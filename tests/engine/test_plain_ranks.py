@@ -256,9 +256,19 @@ class Synchronized(Sound):
     body = staticmethod(lambda: nn.SyncBatchNorm(WIDTH))
 
 
+class SynchronizedInWhatFits(Synchronized):
+    micro_batch = -1
+
+
 def test_statistics_of_all_ranks_are_refused_with_virtual_ranks(alone, tmp_path):
     settings = replace(Settings(), virtual_ranks=2)
     with pytest.raises(
         InputError, match=r"1 must not be nn.SyncBatchNorm with virtual_ranks, got 2, .*: leave convert_"
     ):
         training.train(named("Synchronized"), settings, RunOptions(tracking="off"), output=tmp_path)
+
+
+def test_statistics_of_all_ranks_are_refused_where_ranks_try_what_fits(train):
+    words = r"1 must not be nn.SyncBatchNorm with micro_batch = -1, since .*: give micro_batch a number of samples, or"
+    with pytest.raises(InputError, match=words):
+        train(2, recipe=named("SynchronizedInWhatFits"))

@@ -191,7 +191,8 @@ def _check_layers(recipe: Recipe, model: nn.Module) -> None:
     These layers are refused:
 
     - Trainable layers of torch.jit, whose copies get no gradients.
-    - nn.SyncBatchNorm with virtual ranks, since it needs the statistics of other parts of the batch.
+    - nn.SyncBatchNorm with virtual ranks, since it needs the statistics of other parts of the batch; and on several
+    ranks with micro_batch = -1, since a rank that lacks memory in a trial leaves the layer's collectives to the others.
     - Recurrent layers with dropout on a GPU, since cuDNN draws it from a state that no checkpoint has. (This was read
     in torch's source, and not tried on a GPU.)
     - Layers compiled into CUDA graphs, which overwrite the outputs of their previous pass.
@@ -208,6 +209,12 @@ def _check_layers(recipe: Recipe, model: nn.Module) -> None:
             problem = (
                 f"must not be nn.SyncBatchNorm with virtual_ranks, got {virtual_ranks}, since a part of a batch is "
                 "computed without the others: leave convert_sync_batchnorm out, or set virtual_ranks to 0"
+            )
+        elif isinstance(layer, nn.SyncBatchNorm) and recipe.micro_batch < 0 and distributed.get_world_size() > 1:
+            problem = (
+                f"must not be nn.SyncBatchNorm with micro_batch = {recipe.micro_batch}, since the others would wait in "
+                "it for a rank that lacks memory: give micro_batch a number of samples, or leave "
+                "convert_sync_batchnorm out"
             )
         elif isinstance(layer, nn.RNNBase) and layer.dropout and layer.num_layers > 1 and recipe.device.type == "cuda":
             kind = type(layer).__name__

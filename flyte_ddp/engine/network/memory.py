@@ -109,9 +109,9 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 def _fits(state: TrainingState, part: Batch) -> bool:
     """Return whether this rank has memory for the gradients of these samples and the optimizer's state.
 
-    A forward and backward pass is tried. Afterwards buffers are put back, and no weight or gradient has changed. All
-    ranks must call it together, because layers such as nn.SyncBatchNorm exchange something, but each rank gets its own
-    answer. Errors other than a lack of memory are passed on.
+    A forward and backward pass is tried. Afterwards buffers are put back, and no weight or gradient has changed. Each
+    rank gets its own answer. The network must exchange nothing: the others would wait for a rank that lacks memory.
+    Errors other than a lack of memory are passed on.
     """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
     before = state.buffers.copy()
