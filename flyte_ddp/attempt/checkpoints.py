@@ -15,7 +15,7 @@ from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread, retry_storage
 from flyte_ddp.errors import InputError
-from flyte_ddp.events import CheckpointWritten, Observer
+from flyte_ddp.events import CheckpointWritten, Observer, RunStarted
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.launch.grace import GRACE_VARIABLE
 from flyte_ddp.lock import HeldError, held
@@ -141,7 +141,8 @@ class PlatformStore(CheckpointStore):
 
     def __init__(self, platform: Platform, is_by_ranks: bool = False):
         super().__init__(platform, platform.working_folder() / "checkpoint", platform.checkpoint_url(), is_by_ranks)
-        self._stored: tuple[int, ...] = ()  # the version of the checkpoint that is in the storage
+        self._stored: tuple[int, ...] = ()  # the version of the checkpoint that is not to be uploaded (again)
+        self._given: tuple[int, ...] = ()  # the version of a given checkpoint that the ranks have not accepted yet
         say(f"Checkpoints: {self.url}")
         self.uploads = UploadThread(self._upload)
 
@@ -174,7 +175,22 @@ class PlatformStore(CheckpointStore):
                 point_to(self._platform, found or previous)
         if found == self.url:
             self._stored = self._version()
-        self.uploads.wake()
+        if self.path.exists():
+            self.uploads.wake()
+
+    def fetch_given(self, url: str) -> None:
+        """Do as CheckpointStore does. A given checkpoint is uploaded once the ranks have accepted it.
+
+        Otherwise the next attempt would take it for this attempt's own, and replace it if it is another training's.
+        """
+        super().fetch_given(url)
+        if self.is_given:
+            self._stored = self._given = self._version()
+
+    def on_run_started(self, event: RunStarted) -> None:
+        if self._given and self._given == self._stored:
+            self._stored = self._given = ()
+            self.uploads.wake()
 
     def on_checkpoint_written(self, event: CheckpointWritten) -> None:
         self.uploads.wake()

@@ -28,6 +28,7 @@ from flyte_ddp.settings import RunOptions
 from flyte_ddp.whole_files import LEFTOVER_SECONDS, write_whole
 from tests.attempt.folders import FolderError, Folders
 from tests.attempt.test_platform_training import FolderTraining
+from tests.launch.targets import started
 from tests.unreliable_storage import UnreliableStorage
 
 
@@ -259,6 +260,21 @@ def test_a_storage_that_fails_once_has_the_checkpoint_that_the_user_names(tmp_pa
         checkpoint_store(busy, "key", True, str(given)),
     ):
         pass
+
+
+def test_a_given_checkpoint_stays_a_given_one_until_the_ranks_have_accepted_it(tmp_path):
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "checkpoint").write_text("of another execution")
+    found = []
+    for attempt in range(3):
+        stopping = suppress(PreemptedError)
+        with stopping, checkpoint_store(Folders(tmp_path, attempt), "key", True, str(given)) as store:
+            found.append((store.path.read_text(), store.is_given))
+            if attempt == 1:
+                store(started())
+            raise PreemptedError("stopped on request")
+    assert found == [("of another execution", is_given) for is_given in (True, True, False)]
 
 
 def test_who_does_not_want_to_resume_starts_anew_also_where_the_pod_starts_again(stored):
