@@ -15,9 +15,9 @@ LIST = "list.json"  # the file in the storage that maps names beside the checkpo
 class StoredModels(StorageFolder):
     """The best models beside a checkpoint on this machine, and beside its copy in the storage.
 
-    Each model is uploaded once, before the first checkpoint that needs it. Nothing is removed from the storage, but a
-    file's name is used again once the stored checkpoint does without the file. So there are at most twice as many files
-    as models kept.
+    Each model is uploaded once, before the first checkpoint that needs it, and again if its file is replaced. Nothing
+    is removed from the storage, but a file's name is used again once the stored checkpoint does without the file. So
+    there are at most twice as many files as models kept.
     """
 
     def __init__(self, platform: Platform, path: Path, url: str):
@@ -25,6 +25,7 @@ class StoredModels(StorageFolder):
         folder = models_beside(path)
         super().__init__(platform, f"{url}/{folder.name}", folder)
         self._stored: dict[str, str] = {}  # the storage's files that its list may name, by names beside the checkpoint
+        self._versions: dict[str, tuple[int, ...]] = {}  # of the files beside the checkpoint, as they are stored
 
     def fetch_all(self) -> None:
         """Download the best models of the storage's checkpoint into the folder of models beside the local checkpoint.
@@ -42,11 +43,15 @@ class StoredModels(StorageFolder):
         for name, file in [*(self._stored or own).items()]:
             try:
                 self.fetch(file, self.folder / name)
+                self._versions[name] = file_version(self.folder / name)
             except FileNotFoundError:
                 self._stored.pop(name, None)  # the next model of this name is to be uploaded
 
     def put_all(self, models: Path, put_checkpoint: Callable[[], None]) -> None:
-        """Upload a folder's models NAME.pt, except those whose names the storage has already, and then the checkpoint.
+        """Upload a folder's models NAME.pt, except those that the storage has already, and then the checkpoint.
+
+        A file of the same name may be another one: an evaluation that is done again after a restart of the ranks need
+        not have the same bits.
 
         While the checkpoint is uploaded, the storage's list of models names the old and the new models. Afterwards the
         list names the new ones only. So the list names every model that the stored checkpoint needs, even if the
@@ -61,10 +66,12 @@ class StoredModels(StorageFolder):
         """
         names = sorted(model.name for model in models.glob("*.pt"))
         for name in names:
-            if name not in self._stored:
+            newest = file_version(models / name)
+            if name not in self._stored or newest != self._versions.get(name):
                 file = unused(self._stored.values())
                 self.put(models / name, file)
                 self._stored[name] = file
+                self._versions[name] = newest
         if self._stored:
             self.put_text(json.dumps(self._stored), LIST)
         put_checkpoint()
@@ -72,6 +79,12 @@ class StoredModels(StorageFolder):
         if needed != self._stored:
             self.put_text(json.dumps(needed), LIST)
             self._stored = needed
+
+
+def file_version(file: Path) -> tuple[int, ...]:
+    """Return numbers that are others once the file has been replaced, and that a hard link has, too."""
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def unused(names: Iterable[str]) -> str:

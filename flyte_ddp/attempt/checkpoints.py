@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flyte_ddp.attempt.best_models import StoredModels, unused
+from flyte_ddp.attempt.best_models import StoredModels, file_version, unused
 from flyte_ddp.attempt.folders import runs_dir
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.storage_folder import StorageFolder, UploadThread, retry_storage
@@ -204,8 +204,7 @@ class PlatformStore(CheckpointStore):
 
     def _version(self) -> tuple[int, ...]:
         """Return numbers that are others once the checkpoint at the path has been replaced."""
-        status = self.path.stat()
-        return status.st_dev, status.st_ino, status.st_mtime_ns
+        return file_version(self.path)
 
     def _put_newest(self) -> None:
         """Upload the checkpoint at `path`, with its shards and best models.

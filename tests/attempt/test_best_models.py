@@ -73,6 +73,18 @@ def test_a_model_that_the_storage_has_lost_is_uploaded_again_under_its_name(tmp_
         assert whole(store.path) == 1
 
 
+def test_a_model_that_is_written_again_is_uploaded_again(tmp_path):
+    """As where an evaluation is done again from an earlier checkpoint, on a device that rounds otherwise."""
+    for weights in (b"first", b"other"):
+        with checkpoint_store(Folders(tmp_path), "key", resume=True) as store:
+            models_beside(store.path).mkdir(exist_ok=True)
+            write_whole(models_beside(store.path) / "key-1.pt", weights)
+            write_whole(store.path, weights)
+        shutil.rmtree(tmp_path / "pod-0")
+    with checkpoint_store(Folders(tmp_path), "key", resume=True) as store:
+        assert (models_beside(store.path) / "key-1.pt").read_bytes() == b"other"
+
+
 @pytest.mark.parametrize("number", [3, 4])
 def test_an_upload_that_ends_anywhere_leaves_what_the_stored_checkpoint_needs(tmp_path, number):
     """From its n-th put on, the storage takes nothing; then the pod starts again."""
