@@ -32,6 +32,7 @@ from flyte_ddp.report.console import say, warn
 from flyte_ddp.text import explain_error
 
 FILE, FORMAT = "avoided-nodes.json", 1
+NOT_STORED = "the nodes to avoid are not in the storage"
 LABEL = "kubernetes.io/hostname"  # of a node; the same as its name, except on clusters that choose otherwise
 
 
@@ -74,17 +75,22 @@ def find_nodes(platform: Platform, *urls: str, limit: float | None = None) -> li
         urls: the URLs of folders of checkpoints in the storage; an empty text is skipped.
         limit: the hours for which a node is avoided, from when it was listed; None means DDP_AVOID_HOURS.
     """
-    hours = registration().avoid_hours if limit is None else limit
-    searched: set[str] = set()
     with _only_warning("it is not known which nodes to avoid"):
-        for url in urls:
-            while url and url not in searched:
-                searched.add(url)
-                found = _parse(_fetch(platform, url, FILE), f"{url}/{FILE}")
-                if found is not None:
-                    # The clock that wrote the time may be ahead of this one, but not by as much as the limit
-                    return [one for one in found if abs(time.time() - one.time) <= hours * 3600]
-                url = _fetch(platform, url, ELSEWHERE).rstrip("/")
+        return _read(platform, urls, registration().avoid_hours if limit is None else limit)
+    return []
+
+
+def _read(platform: Platform, urls: Sequence[str], hours: float) -> list[AvoidedNode]:
+    """Do as find_nodes does, but raise RecoverableError if the storage still fails after several tries."""
+    searched: set[str] = set()
+    for url in urls:
+        while url and url not in searched:
+            searched.add(url)
+            found = _parse(_fetch(platform, url, FILE), f"{url}/{FILE}")
+            if found is not None:
+                # The clock that wrote the time may be ahead of this one, but not by as much as the limit
+                return [one for one in found if abs(time.time() - one.time) <= hours * 3600]
+            url = _fetch(platform, url, ELSEWHERE).rstrip("/")
     return []
 
 
@@ -114,9 +120,9 @@ def _parse(text: str, place: str) -> list[AvoidedNode] | None:
 
 
 def _write(platform: Platform, nodes: Collection[AvoidedNode]) -> None:
+    """Replace the list of nodes to avoid beside this attempt's checkpoint in the storage. Raises OSError."""
     content = {"format": FORMAT, "nodes": [dataclasses.asdict(one) for one in nodes]}
-    with _only_warning("the nodes to avoid are not in the storage"):
-        StorageFolder(platform, platform.checkpoint_url()).put_text(json.dumps(content), FILE)
+    StorageFolder(platform, platform.checkpoint_url()).put_text(json.dumps(content), FILE)
 
 
 def add_nodes(platform: Platform, names: Sequence[str], reason: str) -> None:
@@ -125,7 +131,7 @@ def add_nodes(platform: Platform, names: Sequence[str], reason: str) -> None:
     A node that is in the list already gets the new reason and time, but keeps the marks of pods that have left it. If
     this attempt has no list yet, it begins with the previous attempt's. Nodes that were listed more than
     DDP_AVOID_HOURS ago leave the list. A line on the console says which nodes are avoided. Nothing happens locally or
-    without DDP_AVOID_HOURS. A failure of the storage is only a warning.
+    without DDP_AVOID_HOURS. If the list cannot be read or written, it stays as it is, with a warning.
 
     Args:
         platform: the platform.
@@ -135,13 +141,15 @@ def add_nodes(platform: Platform, names: Sequence[str], reason: str) -> None:
     if not names or not is_avoiding(platform):
         return
     own = platform.checkpoint_url()
-    listed = {one.node: one for one in find_nodes(platform, own, platform.previous_checkpoint_url())}
+    hours = registration().avoid_hours
     execution, _ = platform.execution()
-    for name in names:
-        url = listed[name].url if name in listed else own
-        listed[name] = AvoidedNode(name, one_line(Exception(reason)), time.time(), execution, url)
-    _write(platform, listed.values())
-    say(f"Avoided for {registration().avoid_hours} hours, as {HOURS_VARIABLE} says: {', '.join(names)}")
+    with _only_warning(NOT_STORED):
+        listed = {one.node: one for one in _read(platform, (own, platform.previous_checkpoint_url()), hours)}
+        for name in names:
+            url = listed[name].url if name in listed else own
+            listed[name] = AvoidedNode(name, one_line(Exception(reason)), time.time(), execution, url)
+        _write(platform, listed.values())
+        say(f"Avoided for {hours} hours, as {HOURS_VARIABLE} says: {', '.join(names)}")
 
 
 @contextmanager
@@ -186,7 +194,8 @@ def keep_away(platform: Platform, resume_from: str = "") -> dict[str, str]:
     own, previous = platform.checkpoint_url(), platform.previous_checkpoint_url()
     nodes = {one.node: one for one in find_nodes(platform, own, previous, resume_from.rstrip("/"))}
     if nodes and is_first_rank():
-        _write(platform, nodes.values())  # the next attempt may know this one's folder alone
+        with _only_warning(NOT_STORED):
+            _write(platform, nodes.values())  # the next attempt may know this one's folder alone
     if node in nodes and _try_to_leave(platform, nodes[node]):
         raise RecoverableError(f"left {_describe(nodes[node])}")
     return {name: f"trains on {_describe(one)}" for name, one in nodes.items()}

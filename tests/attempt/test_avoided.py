@@ -16,6 +16,7 @@ from kubernetes.client import (
     V1PodSpec,
 )
 
+from flyte_ddp.attempt import storage_folder
 from flyte_ddp.attempt.avoided import (
     FILE,
     add_nodes,
@@ -211,6 +212,24 @@ def test_a_storage_that_fails_and_a_node_without_a_name_are_warnings(on, monkeyp
     monkeypatch.delenv(NODE_VARIABLE)
     assert keep_away(Folders(platform.root, 1)) == {}
     assert "DDP_AVOID_HOURS has no effect, because the pod's template does not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", ["get", "put"])
+def test_a_list_that_cannot_be_read_or_written_stays_and_no_node_is_said_to_be_avoided(on, monkeypatch, capsys, fails):
+    monkeypatch.setattr(storage_folder, "WAITS", ())
+    add_nodes(on("node-a"), ["node-a"], ECC)
+    capsys.readouterr()
+    platform = on("node-a")
+
+    def refuse(*_):
+        raise PermissionError("503 Slow Down")
+
+    setattr(platform, fails, refuse)
+    add_nodes(platform, ["node-b"], ECC)
+    said = capsys.readouterr().err
+    assert "the nodes to avoid are not in the storage: " in said
+    assert "Avoided for" not in said
+    assert listed(on("node-a")) == ["node-a"]
 
 
 def listed(platform):
