@@ -43,8 +43,12 @@ def finishing() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def on_signals(numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
+def on_signals(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, Any], None] | signal.Handlers
+) -> Iterator[None]:
     """Have the handler called for these signals in the block, and restore the earlier handlers at its end.
+
+    With the handler SIG_DFL, the signals have their default effect, such as the end of the process.
 
     A signal that is ignored, as SIGHUP is under nohup, stays ignored, except SIGINT. In another thread than the main
     one nothing changes.

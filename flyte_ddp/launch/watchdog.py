@@ -30,6 +30,7 @@ from flyte_ddp.launch.launch_compat import locate_rank, read_stack
 from flyte_ddp.launch.link import ALIVE_SECONDS, DirectLink
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import meet
+from flyte_ddp.launch.signals import on_signals
 
 # The rank that caused a failure reports it first, and the others say meanwhile that they are still there
 GRACE_SECONDS = ANSWER_SECONDS + 2 * ALIVE_SECONDS
@@ -66,7 +67,8 @@ def under_watchdog(
         Exception: whatever else work raises, such as StopRequested, or what torch raises if a rank does not come in
             time.
     """
-    store = meet(environment, timeouts)
+    with on_signals(stop_signals, signal.SIG_DFL):  # the caller may have handlers that do nothing
+        store = meet(environment, timeouts)
     value = futures.Future[Value]()
     for number in stop_signals:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it for SIGHUP

@@ -3,9 +3,11 @@
 import atexit
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -17,6 +19,7 @@ from flyte_ddp.launch.failures import PreemptedError, RankError
 from flyte_ddp.launch.hangs import Answer, report_hang
 from flyte_ddp.launch.link import DirectLink
 from flyte_ddp.launch.phases import STARTING, STEPPING, WRITING, Timeouts
+from flyte_ddp.launch.signals import finishing
 from flyte_ddp.launch.watchdog import RollCall, under_watchdog
 from tests.launch.targets import started
 
@@ -214,6 +217,25 @@ def test_a_rank_that_is_asked_to_stop_ends_at_once_before_its_first_step_else_wi
         signal.signal(signal.SIGTERM, before)
         atexit.unregister(os._exit)
         over.set()
+
+
+def waits_for_rank_0(port):
+    with finishing() as finish_first:
+        finish_first()  # as rank 0 of many nodes does before it starts
+        one = environment(1, size=2, init_method=f"tcp://127.0.0.1:{port}")
+        under_watchdog(lambda store: None, DirectLink(None), one, Timeouts(60), [signal.SIGTERM])
+
+
+def test_a_rank_that_waits_for_the_others_is_ended_by_a_sigterm():
+    with socket.create_server(("127.0.0.1", 0)) as server:  # which never answers
+        process = get_context("fork").Process(target=waits_for_rank_0, args=(server.getsockname()[1],))
+        process.start()
+        with server.accept()[0]:
+            process.terminate()
+            process.join(10)
+            exit_code = process.exitcode
+    process.kill()
+    assert exit_code == -signal.SIGTERM
 
 
 def test_steps_keep_a_rank_from_being_taken_for_one_that_hangs(tmp_path):
