@@ -57,11 +57,10 @@ def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Wri
 def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) -> Written:
     job = asked.job
     model = recipe.trained_model(job.model_path).to(memory_format=torch.contiguous_format)
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, Tensor] | None] = []
 
     def collect_hits(batch: Batch, pairs: Pairs) -> None:
-        if isinstance(recipe, Classifier):
-            seen.append((batch.tree[1], pairs["accuracy"][0]))
+        seen.append(find_hits(recipe, batch.tree, pairs))
 
     measured = measure(recipe, model, test, link, look=collect_hits)
     few, more = (
@@ -138,20 +137,36 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
             return _first_lines(error)
 
 
-def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+def find_hits(recipe: Recipe, tree: Any, pairs: Pairs) -> tuple[Tensor, Tensor] | None:
+    """Return the labels (n,), whole numbers, and the hits (n,) of a classifier's batch.
+
+    Returns None if the recipe is no classifier. A classifier with a measure() of its own may lack an accuracy, give it
+    weights, or have other labels: None is returned then, too.
+    """
+    if not isinstance(recipe, Classifier) or "accuracy" not in pairs or not isinstance(tree, (tuple, list)):
+        return None
+    labels = tree[1] if len(tree) > 1 else None
+    hits, weights = pairs["accuracy"]
+    if not isinstance(labels, Tensor) or labels.shape != hits.shape or labels.dtype not in (torch.int64, torch.uint8):
+        return None
+    return (labels, hits) if (labels >= 0).all() and (weights == 1).all() else None
+
+
+def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor] | None]) -> dict[str, float]:
     """Return the accuracy, from 0 to 1, of each class that has samples, by the class's name or number.
 
     Args:
         recipe: the recipe, whose facts() may name the classes; otherwise they are numbered from 0.
         seen: for each batch the labels (n,), whole numbers, and the hits (n,), 1.0 where the prediction is right and
-            0.0 elsewhere.
+            0.0 elsewhere; None for a batch without these.
 
     Returns:
-        The accuracies by name; an empty dict if `seen` is empty.
+        The accuracies by name; an empty dict if a batch has no hits, or if `seen` is empty.
     """
-    if not seen:
+    known = [found for found in seen if found]
+    if not known or len(known) < len(seen):
         return {}
-    labels, hits = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    labels, hits = (torch.cat(parts) for parts in zip(*known, strict=True))
     rights = labels.bincount(hits).tolist()
     counts = labels.bincount().tolist()
     classes = recipe.facts().get("classes", range(len(counts)))

@@ -25,6 +25,34 @@ class Lines(Classifier):
         return {"classes": ["below", "above"]}
 
 
+class Unscored(Lines):
+    """Its own measure() has no accuracy."""
+
+    headline = "loss"
+
+    def measure(self, outputs, batch):
+        return {"loss": super().measure(outputs, batch)["loss"]}
+
+
+class Weighted(Lines):
+    """Its accuracy has weights."""
+
+    def measure(self, outputs, batch):
+        measures = super().measure(outputs, batch)
+        return {**measures, "accuracy": (measures["accuracy"], batch[0][:, 0])}
+
+
+class OneHot(Lines):
+    """Its labels are (n, classes)."""
+
+    def data(self, split):
+        points, labels = super().data(split)
+        return points, nn.functional.one_hot(labels)
+
+    def measure(self, outputs, batch):
+        return super().measure(outputs, (batch[0], batch[1].argmax(1)))
+
+
 class Words(Lines):
     """Whether a text, padded in memory, begins with a high word; its first texts are equally long."""
 
