@@ -47,7 +47,12 @@ def make_card(asked: ExportJob, written: Written, formats: dict[str, Measured]) 
         *([classes_section(written)] if written.classes else []),
         inputs_section(written),
         *([preprocessing_section(written)] if written.before else []),
-        loading_section(written, tuple(formats), needs_data=bool(subject.data) and not subject.description),
+        loading_section(
+            written,
+            tuple(formats),
+            needs_data=bool(subject.data) and not subject.description,
+            needs_init=bool(subject.init and subject.init.is_dir()),
+        ),
         Section("Where it was exported", lines=list(surroundings().items())),
     ]
     return Card(title, markdown(title, subtitle, sections), article(title, subtitle, sections))
@@ -130,7 +135,7 @@ def preprocessing_section(written: Written) -> Section:
     )
 
 
-def loading_section(written: Written, formats: Sequence[str], needs_data: bool) -> Section:
+def loading_section(written: Written, formats: Sequence[str], needs_data: bool, needs_init: bool) -> Section:
     """Return the card's section that shows how to load each file in one line of code.
 
     Args:
@@ -138,12 +143,14 @@ def loading_section(written: Written, formats: Sequence[str], needs_data: bool) 
         formats: the formats of the files, each one of "safetensors", "pt2", "pretrained" and "onnx".
         needs_data: whether building the network may need the training's data. If so, the line for safetensors passes
             data_path.
+        needs_init: whether building the network needs the folder that the training started from. If so, that line
+            passes init_path.
     """
     names = [spec.name for spec in written.inputs]
-    data = ", data_path=DATA" if needs_data else ""
+    needed = (", data_path=DATA" if needs_data else "") + (", init_path=INIT" if needs_init else "")
     by_name = ", ".join(f'"{name}": {name}' for name in names)
     how = {
-        "safetensors": f'flyte_ddp.recipes.models.load_model("model.safetensors"{data})',
+        "safetensors": f'flyte_ddp.recipes.models.load_model("model.safetensors"{needed})',
         "pt2": f'torch.export.load("model.pt2").module()({written.call})',
         "pretrained": 'from_pretrained("pretrained") of its class, or PeftModel.from_pretrained(base, "pretrained")',
         "onnx": f'onnxruntime.InferenceSession("model.onnx").run(None, {{{by_name}}})',

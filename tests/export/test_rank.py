@@ -1,5 +1,6 @@
 """The process that opens an exported file, and measures it."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -8,6 +9,7 @@ from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.job import make_job, make_subject
 from flyte_ddp.engine.load import load_recipe
 from flyte_ddp.errors import DataError
+from flyte_ddp.export.card import make_card
 from flyte_ddp.export.programs import record_call, save_weights
 from flyte_ddp.export.rank import measure_file, write_formats
 from flyte_ddp.export.settings import ExportJob, ExportOptions
@@ -27,18 +29,30 @@ def test_data_that_cannot_be_read_are_no_fault_of_the_file(tmp_path):
         measure_file(Environment(ALONE, 0, 0, "", threads=1), Link(), asked)
 
 
+def written_by(recipe, folder):
+    """The export of an untrained network of tests/export/networks.py, and what is known of the network."""
+    path = folder / "first.safetensors"
+    subject = make_subject(find_code(f"tests.export.networks:{recipe}"), TrainingSettings())
+    job = make_job(subject, model_path=path)
+    save_weights(path, load_recipe(job, CPU).model(), "{}")
+    asked = ExportJob(job, str(folder), ExportOptions(formats="safetensors"), {}, {}, {})
+    return asked, write_formats(Environment(ALONE, 0, 0, "", threads=1), Link(), asked)
+
+
 @pytest.mark.parametrize(
     ("recipe", "classes"),
     [("Lines", {"below", "above"}), ("Unscored", set()), ("Weighted", set()), ("OneHot", set())],
 )
 def test_a_measure_of_ones_own_may_leave_no_accuracies_by_class(tmp_path, recipe, classes):
-    subject = make_subject(find_code(f"tests.export.networks:{recipe}"), TrainingSettings())
-    path = tmp_path / "first.safetensors"
-    job = make_job(subject, model_path=path)
-    save_weights(path, load_recipe(job, CPU).model(), "{}")
-    asked = ExportJob(job, str(tmp_path), ExportOptions(formats="safetensors"), {}, {}, {})
-    written = write_formats(Environment(ALONE, 0, 0, "", threads=1), Link(), asked)
-    assert written.classes.keys() == classes
+    assert written_by(recipe, tmp_path)[1].classes.keys() == classes
+
+
+def test_the_card_names_the_folder_that_the_network_is_made_from(tmp_path):
+    asked, written = written_by("Lines", tmp_path)
+    for init, more in ((tmp_path, ", init_path=INIT"), (tmp_path / "first.safetensors", ""), (None, "")):
+        job = dataclasses.replace(asked.job, init=init)
+        card = make_card(dataclasses.replace(asked, job=job), written, {"safetensors": written.measured})
+        assert f'load_model("model.safetensors"{more})' in card.markdown.replace("\\", "")
 
 
 class Refusing(Lines):

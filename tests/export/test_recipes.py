@@ -120,6 +120,7 @@ def test_what_their_libraries_write_they_open_again_with_the_same_measures(tmp_p
     assert (model / "pretrained" / ("adapter_config.json" if rank else "config.json")).is_file()
     (weights,) = (model / "pretrained").glob("*.safetensors")
     assert weights.stat().st_size < whole / 10 if rank else weights.stat().st_size > 0.9 * whole
+    assert "init\\_path=INIT" in (model / "model_card.md").read_text()
     kind = RecipeTraining(recipe).code.name.partition(":")[0]
     network = pkgutil.resolve_name(kind).FinetuneText.load_model(model / "model.safetensors", init_path=encoder)
     assert sum(weight.numel() for weight in network.parameters()) == outputs.summary.parameters
