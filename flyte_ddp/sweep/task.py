@@ -139,7 +139,8 @@ def try_out(
     if not is_local():  # a map task shows no Deck
         report, final = (path and storage.put_raw_data(path) for path in (report, final))
     if isinstance(outputs, RecipeOutputs):
-        measures = outputs.epoch_measures[-1] or outputs.summary.measures  # Lightning without validation has no epochs'
+        evaluated = outputs.epoch_measures or [{}]  # a loop of the user's own may return within its first epoch
+        measures = evaluated[-1] or outputs.summary.measures  # Lightning without validation has no epochs'
         loss = measures.get("loss", 0.0)  # a LightningModule need not log its loss
     else:
         measures = {"accuracy": outputs.epoch_accuracies[-1]}

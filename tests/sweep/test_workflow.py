@@ -3,8 +3,9 @@
 import csv
 import os
 import runpy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,16 @@ from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
 from flytekit.core.context_manager import FlyteEntities
 from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
+from flytekit.types.file import FlyteFile, PythonPickledFile
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.platform import TaskError
+from flyte_ddp.flyte1.recipe import RecipeOutputs
 from flyte_ddp.launch.failures import Failure
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
-from flyte_ddp.settings import RunOptions
-from flyte_ddp.sweep.halving import Entrant, TrialResult
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.sweep.halving import Entrant, TrialResult, latest_results
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import next_rung, run_sweep, try_out
 from scripts.dry_run import decode
@@ -74,6 +76,17 @@ def test_a_trial_that_continues_takes_its_checkpoint_in_place_of_the_weights_tha
     for checkpoint in ("", str(tmp_path / "checkpoint"), str(tmp_path / "gone")):
         try_out(train, Hyperparameters, Entrant(HP.to_json(), checkpoint), init=FlyteFile("model.pt"))
     assert given == ["model.pt", str(tmp_path / "checkpoint"), "model.pt"]
+
+
+def test_a_trial_without_an_evaluation_has_failed_for_want_of_the_measure(tmp_path):
+    """As of a loop of the user's own that returns within its first epoch."""
+    figures: Any = SimpleNamespace(
+        measures={}, validation_samples=0, test_samples=5, total_seconds=1.0, lower_is_better=[]
+    )
+    outputs = RecipeOutputs([], PythonPickledFile(""), figures, FlyteFile(""), FlyteDirectory(str(tmp_path)))
+    result = try_out(lambda settings: outputs, TrainingSettings, Entrant(TrainingSettings().to_json()))
+    (trial,) = latest_results(Sweep(), [asdict(TrainingSettings())], [[result]])
+    assert trial.result.failure == "it has no measure accuracy"
 
 
 def test_trials_from_a_folder_of_weights_are_not_cut():
