@@ -58,9 +58,13 @@ def list_files(platform: Platform, folder: str) -> dict[str, str]:
 def folder_digest(platform: Platform, folder: str) -> str:
     """Return a digest that changes when a file is added, removed or written to.
 
-    It is made of names, sizes, times and other metadata.
+    It is made of names, sizes, times and other metadata. Raises the errors of list_files(), and InputError if the
+    folder has no files or is not there.
     """
-    return hashlib.sha256(json.dumps(list_files(platform, folder)).encode()).hexdigest()
+    files = list_files(platform, folder)
+    if not files:  # a storage has no empty folders, so a folder with a wrong name looks like one
+        raise InputError(f"folder must have files, got {folder} without any: correct its path or URL")
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:

@@ -145,11 +145,10 @@ def fetch(folder: FlyteDirectory, names: Sequence[str], into: Path) -> list[tupl
 def hash_folder(folder: FlyteDirectory) -> str:
     """Return a digest that changes when a file of the folder is added, removed or written to.
 
-    It is made of names, sizes, times and other metadata; no file is read. A folder that is not there has the digest of
-    an empty one.
+    It is made of names, sizes, times and other metadata; no file is read.
 
     Raises:
-        InputError: `folder` is a file.
+        InputError: `folder` is a file, has no files, or is not there.
         DataError: The folder may not be read.
         DownloadError: The storage fails.
     """

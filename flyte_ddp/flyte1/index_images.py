@@ -58,8 +58,8 @@ def find_images(folder: str, backend: str = "auto", nproc: int = 0, batch_size: 
         batch_size: the batch size, for the check.
 
     Raises:
-        InputError: A folder on this machine has no images; a cluster was given a path; or this machine cannot run the
-            training. A folder in a storage may be empty: index_images() refuses it.
+        InputError: A folder on this machine has no images, or one in a storage no files; a cluster was given a path; or
+            this machine cannot run the training.
     """
     if is_local():
         choose_world(backend, nproc, batch_size)

@@ -90,10 +90,10 @@ def by_content(file: File | None) -> File | None:
 def folder_by_content(folder: Dir) -> Dir:
     """Return the same folder, whose key in the caches then changes when a file is added, removed or written to.
 
-    The key is made of names, sizes and times; no file is read. A folder that is not there has the key of an empty one.
+    The key is made of names, sizes and times; no file is read.
 
     Raises:
-        FinalError: The folder is a file. In a local run also: the storage fails.
+        FinalError: The folder is a file, has no files, or is not there. In a local run also: the storage fails.
         AttemptError: On a cluster, the storage fails.
     """
     with one_attempt(), must_exist(folder):

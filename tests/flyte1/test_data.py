@@ -133,6 +133,14 @@ def test_the_key_of_a_folder_in_storage_follows_its_files():
     assert not find_images.metadata.cache, "else nobody would look again"
 
 
+def test_a_folder_without_files_is_refused_before_a_pod_downloads_it(tmp_path):
+    for url in ("memory://mistyped", str(tmp_path)):
+        with pytest.raises(
+            InputError, match=rf"folder must have files, got {url} without any: correct its path or URL"
+        ):
+            folder_by_content(folder=FlyteDirectory(url))
+
+
 def test_a_task_writes_blocks_into_flytes_storage(monkeypatch, tmp_path):
     """By Flyte's settings, and what flytekit itself then reads and writes is not disturbed."""
     monkeypatch.setattr("fsspec.config.conf", {})
