@@ -57,6 +57,7 @@ class Flyte2Training(Training[Data, Outputs]):
     output_file = output_model = staticmethod(output_file)
     output_folder = staticmethod(output_folder)
     own_errors = staticmethod(one_attempt)
+    _graces: frozenset[str] = frozenset()  # of the environments so far, in seconds
 
     def environment(
         self,
@@ -108,6 +109,7 @@ class Flyte2Training(Training[Data, Outputs]):
             **more.pop("variables", {}),
             **env_vars,
         }
+        self._graces |= {variables[POD_VARIABLE]}
         return make_environment(
             name, requested.training_size(gpus), variables, [*sorted(files), *include], own=resources,
             secrets=find_secrets(SECRETS, secrets), pod_template=with_avoidance(template),
@@ -126,17 +128,19 @@ class Flyte2Training(Training[Data, Outputs]):
                 annotations, and the registered grace if it sets none.
 
         Raises:
-            InputError: Your pod_template has another grace than the registered one, which an environment's variables
-                tell its pods; give the template to environment() instead. Or your pod_template is the name of one in
+            InputError: Your pod_template has another grace than any environment that environment() has made, whose
+                variables tell its pods the grace; without one, another than the registered grace. Give the template to
+                environment() instead. Or your pod_template is the name of one in
                 the cluster, although labels, annotations or avoid_hosts are registered.
         """
         if "pod_template" in own:
             template, grace = with_grace(own["pod_template"])
-            expected = with_grace(registration().pod_template)[1]
-            if grace != expected:
+            seconds = grace[POD_VARIABLE]
+            expected = self._graces or {with_grace(registration().pod_template)[1][POD_VARIABLE]}
+            if seconds not in expected:
                 raise InputError(
                     "a task's own pod_template must have the grace of its environment, "
-                    f"{expected[POD_VARIABLE]} s, got {grace[POD_VARIABLE]} s: give the template to "
+                    f"{' or '.join(sorted(expected, key=int))} s, got {seconds} s: give the template to "
                     "environment(pod_template=...) instead"
                 )
             own["pod_template"] = labelled(with_avoidance(template))

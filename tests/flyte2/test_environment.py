@@ -17,7 +17,7 @@ from flyte.syncify import syncify
 
 from flyte_ddp.errors import InputError
 from flyte_ddp.flyte2.environment import clustered, preparation_environment
-from flyte_ddp.flyte2.train import image_training
+from flyte_ddp.flyte2.train import ImageTraining, image_training
 from scripts.dry_run import describe_task
 from tests.commands import ROOT
 
@@ -119,8 +119,18 @@ def test_a_training_may_have_its_own_pod_beside_what_is_registered(registered, n
     assert usual.interruptible
     assert usual.pod_template.pod_spec.termination_grace_period_seconds == 120
     assert image_training.arguments(pod_template=grace)["pod_template"].labels == mine.pod_template.labels
-    with pytest.raises(InputError, match=r"must have the grace of its environment, 120 s, got 30 s: give the template"):
-        image_training.arguments(pod_template=grace.with_termination_grace_period(30))
+
+
+def test_a_tasks_own_pod_template_has_the_grace_of_its_environment():
+    registered, short = (flyte.PodTemplate().with_termination_grace_period(seconds) for seconds in (120, 60))
+    training = ImageTraining()
+    training.arguments(pod_template=registered)
+    with pytest.raises(InputError, match=r"must have the grace of its environment, 120 s, got 60 s: give the template"):
+        training.arguments(pod_template=short)
+    training.environment("training", pod_template=short)
+    training.arguments(pod_template=short)
+    with pytest.raises(InputError, match=r"must have the grace of its environment, 60 s, got 120 s: give the template"):
+        training.arguments(pod_template=registered)
 
 
 @pytest.mark.slow
