@@ -17,7 +17,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata, read_metadata
 from flyte_ddp.model_files.weights import load_weights, read_weights
 from flyte_ddp.recipe import Recipe
-from flyte_ddp.recipes.models import load_model
+from flyte_ddp.recipes.models import OURS, load_model
 
 KNOWN = ModelMetadata(
     recipe="a:Recipe",
@@ -202,3 +202,15 @@ def test_a_place_without_a_file_is_not_taken_for_one_without_metadata(tmp_path, 
     for place in (tmp_path, tmp_path / "nowhere.pt"):
         with pytest.raises(InputError, match=rf"^model_state must be a file, and {place} is none: give the one of a"):
             load(place)
+
+
+def test_a_network_that_is_not_built_in_is_refused_with_the_names_of_those_that_are(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(OWN, path)
+    with pytest.raises(
+        InputError, match=r"^the network must be one of mnist_cnn, .*, airbench94, got 'resnet50': corr"
+    ):
+        load_model(path, name="resnet50")
+    add_metadata(path, replace(KNOWN, recipe=OURS, facts={"network": "newer_cnn"}))
+    with pytest.raises(InputError, match=rf"got 'newer_cnn': correct name, or load {path} with the version that wrote"):
+        load_model(path)

@@ -158,8 +158,7 @@ def load_model(
 
     Raises:
         InputError: the file is missing, damaged or doesn't fit the network, or its recipe cannot be imported or lacks
-            its data or init.
-        KeyError: there is no built-in network of this name.
+            its data or init. Or there is no built-in network of this name.
         Exception: whatever the user's recipe raises, if data_path is given or the training had no data.
     """
     check_is_file(path)
@@ -177,7 +176,13 @@ def load_model(
             raise InputError(f"{metadata.recipe} makes its network from its data, {name}: give data_path") from error
     known: dict[str, Any] = {**MNIST, **(metadata.facts if metadata else {})}
     shape = image_shape or tuple(known["image_shape"])
-    model = MODELS[name or known["network"]](shape, classes or len(known["classes"]))
+    network = name or known["network"]
+    if network not in MODELS:
+        raise InputError(
+            f"the network must be one of {', '.join(MODELS)}, got {network!r}: correct name, or load {path} with the "
+            "version that wrote it"
+        )
+    model = MODELS[network](shape, classes or len(known["classes"]))
     remedy = "give the name of its network, and image_shape and classes of what that was trained on"
     if not metadata:
         remedy += f", or {plain_remedy(path)}"
