@@ -105,8 +105,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
         The results of each rung's entrants, in their order.
 
     Raises:
-        ReportedError: all trials have failed, and there is another rung to run.
-        InputError: there is another rung to run, and the results so far have measures, but not the sweep's.
+        FinalError: there is another rung to run, and all trials have failed, or have measures, but not the sweep's.
     """
     settings = [dataclasses.asdict(one) for one in trials]
     slots = asyncio.Semaphore(sweep.concurrency)
@@ -120,7 +119,9 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
                 return TrialResult(failure=f"{error.code}: {one_line(error)}")
 
     for _ in plan_rungs(sweep, settings):
-        rungs.append(await asyncio.gather(*map(attempt, choose_entrants(sweep, settings, rungs).values())))
+        with one_attempt():
+            entrants = choose_entrants(sweep, settings, rungs)
+        rungs.append(await asyncio.gather(*map(attempt, entrants.values())))
     return rungs
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 from flyte.errors import RuntimeSystemError, RuntimeUserError
 
+from flyte_ddp.flyte2 import platform
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.sweep.flyte2 import run_rungs
 from flyte_ddp.sweep.halving import Entrant, TrialResult
@@ -25,3 +26,13 @@ def test_a_trial_that_has_failed_for_good_ends_no_other(kind):
     assert lost
     assert last
     assert (first.failure, lost.failure, last.failure) == ("", "JobFailed: its pod is gone", "")
+
+
+def test_a_sweep_whose_trials_have_all_failed_ends_in_an_error_of_the_platform():
+    async def run(entrant: Entrant) -> TrialResult:
+        return TrialResult(failure="diverged")
+
+    sweep = Sweep({"learning_rate": [0.1, 0.2]}, reduction_factor=2)
+    trials = trials_of(sweep, Hyperparameters(epochs=2))
+    with pytest.raises(platform.FinalError, match=r"^Every trial of the sweep failed:"):
+        asyncio.run(run_rungs(sweep, trials, run))
