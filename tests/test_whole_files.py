@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.attempt.platform_storage import folder_digest
+from flyte_ddp.code.user_code import find_code
 from flyte_ddp.data.remote_files import Stored
-from flyte_ddp.engine.job import compute_data_digest
+from flyte_ddp.engine.job import compute_data_digest, make_subject
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointFailed
 from flyte_ddp.flyte1 import platform
+from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.whole_files import absolute, content_digest, writing_to
 from tests.commands import unreadable
 
@@ -68,6 +70,17 @@ def test_data_that_may_not_be_read_are_named(closed):
         message = f"{Path(folder, closed)}.* may not be read: allow it"
         with unreadable(Path(folder, closed)), pytest.raises(InputError, match=message):
             compute_data_digest(Path(folder))
+
+
+@pytest.mark.parametrize("closed", ["", "config.json"])
+def test_a_folder_of_weights_that_may_not_be_read_is_named(closed):
+    code = find_code("tests.engine.probe_recipes:Sound")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder, "config.json").write_text("{}")
+        os.chmod(folder, 0o755)
+        message = f"{folder}/config.json may not be read: allow it"
+        with unreadable(Path(folder, closed)), pytest.raises(InputError, match=message):
+            make_subject(code, TrainingSettings(), init=Path(folder))
 
 
 def test_what_links_lead_to_belongs_to_a_folder(tmp_path):

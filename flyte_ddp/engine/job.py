@@ -102,8 +102,9 @@ def make_subject(
             to a folder that contains the link.
         OSError: init or the data are missing, or cannot be read for another reason.
     """
-    if init and init.is_dir():
-        check_pretrained(init)
+    with reading():
+        if init and init.is_dir():
+            check_pretrained(init)
     named = description or data
     return Subject(
         recipe=code.name,
