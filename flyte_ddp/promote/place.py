@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +27,7 @@ from filelock import FileLock
 from flyte_ddp.attempt.platform import Platform
 from flyte_ddp.attempt.platform_storage import files_at
 from flyte_ddp.errors import InputError, RecoverableError, ReportedError
-from flyte_ddp.whole_files import absolute, content_digest, whole_file, write_whole
+from flyte_ddp.whole_files import absolute, content_digest, whole_file, write_whole, writing_to
 
 FORMAT = 1
 # Errors of a disk that a retry would not mend
@@ -168,12 +169,12 @@ class Place:
             InputError: the place cannot be read, or the file cannot be written.
         """
         facts = self.facts(version)
-        path = f"{self.root}/versions/{version}/model.pt"
+        path = f"versions/{version}/model.pt"
         with self._own_errors():
-            if not self._files.exists(path):
+            if not self._files.exists(f"{self.root}/{path}"):
                 raise self._damaged(version, "has no model.pt")
-            with self._files.open(path, "rb") as source, open(into, "wb") as copy:
-                shutil.copyfileobj(source, copy)
+        with writing_to(into.parent, "DDP_RUNS_DIR or TMPDIR"), open(into, "wb") as copy:
+            copy.writelines(self._pieces(path))
         if content_digest(into) != facts["sha256"]:
             raise self._damaged(version, "has a different model.pt than was promoted")
         return facts
@@ -268,6 +269,11 @@ class Place:
         return ReportedError(
             f"version {version} in {self.root} {problem}: put it back, or roll back to another: {others}"
         )
+
+    def _pieces(self, path: str) -> Iterator[bytes]:
+        """Yield a file's content in pieces of 1 MiB."""
+        with self._own_errors(), self._files.open(f"{self.root}/{path}", "rb") as source:
+            yield from iter(partial(source.read, 2**20), b"")
 
     def _read(self, path: str) -> bytes | None:
         """Return a file's content; None if there is no such file."""

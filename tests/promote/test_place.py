@@ -138,6 +138,12 @@ def test_a_version_that_is_not_whole_is_refused(place, tmp_path):
             place.facts("second")
 
 
+def test_a_full_disk_of_this_machine_is_not_taken_for_a_fault_of_the_place(place, tmp_path):
+    promote(place, "first", tmp_path)
+    with pytest.raises(InputError, match=r"^cannot write to /dev: No space left on device; .* DDP_RUNS_DIR or TMPDIR"):
+        place.fetch("first", Path("/dev/full"))
+
+
 def test_a_change_that_was_not_seen_is_not_overwritten(place, tmp_path):
     promote(place, "first", tmp_path)
     seen = place.read()
