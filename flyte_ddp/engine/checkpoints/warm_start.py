@@ -116,7 +116,8 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
 
     The weights, the optimizer's state and the position in the training come from the checkpoint. The optimizer's
     hyperparameters, the learning rates and the schedule are this training's own. The best epoch so far is forgotten if
-    this training chooses the best by another measure or on other samples. Each rank reads the file by itself.
+    this training chooses the best by another measure or on other samples. On other samples, losses are not compared
+    with those of the other training, either; its warnings stay. Each rank reads the file by itself.
 
     Args:
         state: the state of this training, which is overwritten.
@@ -155,6 +156,9 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
         raise InputError(
             f"init must fit the network, got {path} with {problem}: use a checkpoint of a training of this network"
         )
+    if _has_other_samples(other_identity, job.identity):
+        watch = {**fresh["progress"]["watch"], "warnings": progress["watch"]["warnings"]}
+        progress = {**progress, "watch": watch}
     bases = zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
     rates = [float(base * factor(position)) for base, factor in bases]
     frozen = {name: saved["model"][name] for name in frozen_weights(state.model) if name in saved["model"]}
@@ -226,11 +230,15 @@ def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any]
     """
     if not state.best_tracker:
         return
-    differing = {path for path, *_ in compare_identities(other_identity, ours)}
-    if differing & JUDGED_ON:
+    if _has_other_samples(other_identity, ours):
         state.best_tracker.load_state_dict(fresh)
     elif state.best_tracker.is_over and not other_identity["settings"].get("stop_after"):  # patience ended the training
         state.best_tracker.waited = 0
+
+
+def _has_other_samples(other_identity: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Return whether the data or the validation_fraction of two trainings differ, by their identities."""
+    return any(path in JUDGED_ON for path, *_ in compare_identities(other_identity, ours))
 
 
 def freeze(model: nn.Module, patterns: str) -> str:

@@ -193,6 +193,33 @@ def test_a_best_epoch_that_was_chosen_by_another_measure_is_forgotten(alone, tmp
     )
 
 
+class Guessing(Sound):
+    """Its data are the loss of guessing."""
+
+    def constant_loss(self):
+        return float(self.data_path.read_text())
+
+
+def test_losses_on_other_data_are_not_compared_with(alone, tmp_path):
+    options = RunOptions(nproc=0, tracking="off", keep_checkpoint=True)
+
+    def train_on(name, loss, epochs, init=None):
+        (tmp_path / "data").write_text(loss)
+        train_recipe(
+            Guessing, Settings(epochs=epochs), options, data=tmp_path / "data", output=tmp_path / name, init=init
+        )
+        state = read_checkpoint(tmp_path / name / "final-checkpoint", {})["state"]
+        return state["progress"]["watch"]
+
+    first = train_on("first", "1e-3", 1)
+    assert "no better than guessing" in first["warnings"][0]["reason"]
+    init = tmp_path / "first" / "final-checkpoint"
+    assert train_on("same", "1e-3", 2, init)["warnings"] == first["warnings"]
+    other = train_on("other", "2e-3", 2, init)
+    assert other["constant_loss"] == 2e-3
+    assert "and 0.002 for predictions that are the same" in other["warnings"][1]["reason"]
+
+
 def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(alone, tmp_path):
     options = RunOptions(nproc=0, tracking="off", keep_checkpoint=True)
     train_recipe(Scored, Settings(), options, output=tmp_path / "first")
