@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import available_cores
+from flyte_ddp.launch.limits import usable_memory
 from flyte_ddp.report.console import show_output
 
 pytest_plugins = ["tests.small_training"]
@@ -46,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     if sys.version_info >= (3, 13):  # flytekit 1.16 has no default image for it
         os.environ["FLYTE_INTERNAL_IMAGE"] = "flyte-ddp-training:latest"
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two workers for each core, since tests wait for processes that they start, if each worker has 3 GB of memory."""
+    return max(1, min(2 * available_cores(), usable_memory() // 3_000_000_000))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
