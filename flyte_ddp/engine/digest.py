@@ -84,7 +84,7 @@ def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
     Returns:
         () int64, modulo 2^64, on the tensor's device.
     """
-    words = numbers.contiguous().view(-1).view(WORDS.get(numbers.itemsize, torch.int32))
+    words = numbers.resolve_conj().resolve_neg().contiguous().view(-1).view(WORDS.get(numbers.itemsize, torch.int32))
     first *= max(1, numbers.itemsize // 4)
     keys = split_mix(0, 0, KEYS, numbers.device)
     total = torch.zeros((), dtype=torch.int64, device=numbers.device)

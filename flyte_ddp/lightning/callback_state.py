@@ -85,8 +85,8 @@ def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
 
     Lightning does not call these hooks then, because the epoch has begun already. Among Lightning's own callbacks, only
     GradientAccumulationScheduler and StochasticWeightAveraging are called. Subclasses of BaseFinetuning are not called.
-    After its call, each of the user's callbacks gets the state back that its state_dict() had before. If a hook changes
-    weights that the checkpoint has restored, they stay changed here.
+    After its hook, each of the user's callbacks gets back what its state_dict() returned before. Weights that a hook
+    has changed are not put back here.
 
     Args:
         trainer: the trainer.

@@ -27,7 +27,8 @@ class KeptFiles:
     def keep(self, callbacks: Mapping[str, Any]) -> dict[str, Any]:
         """Link or copy the files that ModelCheckpoints have saved to the folder beside the checkpoint.
 
-        Only files in this attempt's logs are kept. A file that is kept already, unchanged, is not copied again.
+        Rank 0 alone calls it. Only files in this attempt's logs are kept. A file that is kept already, unchanged, is
+        not copied again. Files that the state no longer names stay until drop_others().
 
         Args:
             callbacks: the state of the callbacks, which names the files.

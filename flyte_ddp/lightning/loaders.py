@@ -201,10 +201,11 @@ def check_sampler(sampler: Sampler[Any] | None, where: str) -> None:
 def warn_of_equal_batches(batch: Any) -> list[str]:
     """Return a list with one warning if some ranks have been given equal batches, else an empty list; a collective.
 
-    All ranks return the same. Batches are equal if the checksums of their tensors are.
+    All ranks return the same. Batches are equal if the checksums of their dense tensors are.
     """
-    leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-    sums = gather_values([int(compute_sum(leaf)) for leaf in leaves if leaf.layout == torch.strided])
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    plain = [leaf for leaf in leaves if not (leaf.is_nested or leaf.is_quantized)]
+    sums = gather_values([int(compute_sum(leaf)) for leaf in plain])
     alike = [str(rank) for rank, of_rank in enumerate(sums) if of_rank and sums.count(of_rank) > 1]
     problem = (
         f"ranks {', '.join(alike)} see the same samples, at least in the first step: an IterableDataset has to share "

@@ -173,7 +173,7 @@ def make_trainer(
         **limits,
         accumulate_grad_batches=settings.accumulate_grad_batches,
         sync_batchnorm=settings.sync_batchnorm,
-        default_root_dir=job.logs,
+        default_root_dir=os.path.realpath(job.logs),  # as ModelCheckpoint has folders that it is given
         logger=validation,
         log_every_n_steps=settings.log_interval,
         callbacks=callbacks,

@@ -75,11 +75,13 @@ def describe_predictions(record: Record) -> dict[str, Any]:
     Returns:
         Values for the page's template:
 
-        - "classes": for each class its name, two texts such as "9 of 10" and "90.00%", and the percentage of its images
-        that were classified correctly. If there are more than MOST_BARS, only the MOST_BARS worst, the worst first.
+        - "classes": for each class its name, a pair of texts such as ("9 of 10", "90.00%"), and the percentage of its
+        images that were classified correctly. A class without images has ("0 of 0", "-") and 0.0. If there are more
+        than MOST_BARS classes, only the MOST_BARS worst that have images, the worst first.
         - "mistakes": for each of the MOST_MISTAKES most confident mistakes the image as a data URI, its index, its true
-        class, the predicted one, and how sure the network was.
-        - "cells": the confusion matrix; an empty list if there are more than MOST_CLASSES classes.
+        class, the predicted one, and a text such as "98.1% sure".
+        - "cells": the confusion matrix, a row for each true class; an empty list if there are more than MOST_CLASSES
+        classes.
         - "names": the names of all classes.
         - "roomy": whether the matrix's cells need more space.
 
@@ -91,16 +93,18 @@ def describe_predictions(record: Record) -> dict[str, Any]:
         return {"classes": [], "mistakes": [], "cells": []}
     names = predictions.classes
     confusion = predictions.confusion()
+    accuracies = [(names[label], *pair) for label, pair in enumerate(predictions.class_accuracies())]
+    if len(accuracies) > MOST_BARS:
+        tested = [one for one in accuracies if one[2]]
+        accuracies = sorted(tested, key=lambda one: one[1] / one[2])[:MOST_BARS]
     classes = [
         (
-            names[label],
+            name,
             (f"{right:,} of {count:,}", f"{right / count:.2%}" if count else "-"),
             round(100 * right / max(count, 1), 1),
         )
-        for label, (right, count) in enumerate(predictions.class_accuracies())
+        for name, right, count in accuracies
     ]
-    if len(classes) > MOST_BARS:
-        classes = sorted(classes, key=lambda line: line[-1])[:MOST_BARS]  # the worst
     mistakes = [
         (
             picture(predictions.images[index]),

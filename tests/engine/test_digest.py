@@ -104,3 +104,9 @@ def test_a_training_tells_those_of_each_evaluation_and_of_its_model(whole):
     assert len({*digests}) == 2
     assert result.digest == digests[result.chosen_epoch]
     assert weights_digest(torch.load(trained.folder / "last.pt")) == digests[-1]
+
+
+def test_a_conjugate_has_the_sum_of_its_values():
+    numbers = torch.randn(10, dtype=torch.complex64)
+    assert torch.equal(compute_sum(numbers.conj()), compute_sum(numbers.conj().resolve_conj()))
+    assert torch.equal(compute_sum(numbers.conj().imag), compute_sum(numbers.conj().resolve_conj().imag))

@@ -5,6 +5,7 @@ import math
 import re
 from contextlib import suppress
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from flyte_ddp.events import (
     StepLogged,
     list_digests,
 )  # fmt: skip
+from flyte_ddp.report import predictions as report_predictions
 from flyte_ddp.report.contents import setup_tables, tiles
 from flyte_ddp.report.figures import Curves, draw, scatter, thin_out
 from flyte_ddp.report.plot import make_axis
@@ -95,6 +97,15 @@ def test_counts_are_those_of_the_predictions(recorded):
     sure = [predictions.probability(index) for index in mistakes]
     assert sure == sorted(sure, reverse=True)
     assert np.allclose(np.exp(predictions.scores).sum(1), 1, atol=1e-4)
+
+
+def test_of_many_classes_the_worst_are_shown_that_have_images(recorded, monkeypatch):
+    accuracies = [(0, 0), (9, 10), (5, 10), (0, 0), (7, 10), *[(10, 10)] * 5]
+    monkeypatch.setattr(report_predictions, "MOST_BARS", 3)
+    monkeypatch.setattr(report_predictions.Predictions, "class_accuracies", lambda self: accuracies)
+    record: Any = SimpleNamespace(info=recorded.info, finished=recorded.events[-1])
+    shown = report_predictions.describe_predictions(record)["classes"]
+    assert [share for _, (_, share), _ in shown] == ["50.00%", "70.00%", "90.00%"]
 
 
 def test_live_pages_follow_the_run(recorded, tmp_path):

@@ -90,11 +90,11 @@ class BlockOrder:
         return self._sort_batches(positions.numpy()) % self.used_streams
 
     def uses(self, streams: range, steps: range) -> Uses:
-        """Return the blocks that some streams need in some steps, with the first and last step that needs each.
+        """Return the blocks that some streams need in some steps.
 
-        Samples are shuffled within windows of a stream, so a step that needs a sample needs all blocks of its window.
-        Blocks that none of these steps needs are left out. The first or last step of a block may lie outside of
-        `steps`.
+        Each block comes with the first and the last step of the whole epoch in which one of these streams needs it,
+        even if that step is outside of `steps`. Samples are shuffled within windows of a stream, so a step that needs a
+        sample needs all blocks of its window.
 
         Args:
             streams: the numbers of the streams.

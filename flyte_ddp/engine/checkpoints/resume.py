@@ -168,7 +168,8 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
 
     Returns:
         None if all ranks can read the checkpoint. With hybrid sharding, if all ranks of the first node can read it, the
-        group of the ranks that have the same rows as this one. Otherwise the group of all ranks.
+        group of the ranks, one for each copy of the network, that have the same rows of the sharded weights as this
+        rank. Otherwise the group of all ranks.
     """
     if all(seen):
         return None

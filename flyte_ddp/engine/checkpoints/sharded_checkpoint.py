@@ -143,7 +143,7 @@ def rebuild_state(description: Any, tensors: Mapping[str, Any]) -> Any:
 def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a sharded checkpoint with a StoredTensor in place of each tensor. No file is opened yet.
 
-    The content also gets an entry "shards": the SHA-256 of each file in hex, by the file's path. The caller has to
+    The content also gets an entry "shards": a dict from the Path of each file to its SHA-256 in hex. The caller has to
     verify the files.
 
     Args:
