@@ -25,27 +25,24 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
     Use this as a context manager. Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard
     with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators. If the block has fewer than
     10 steps, the results are of what was recorded by its end. With fewer than 5 steps there is no operators.json. An
-    OSError while the results are written is printed and ends nothing; torch itself writes the traces, and may leave
-    half of one on a full disk.
+    OSError while the folder is created or the results are written is printed and ends nothing; torch itself writes the
+    traces, and may leave half of one on a full disk.
 
     Args:
         folder: the folder, which is created. With "" nothing is profiled.
         rank: this rank.
         optimizer: the optimizer whose steps are counted.
-
-    Raises:
-        OSError: The folder cannot be created.
     """
     if not folder:
         yield
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # keeps the profiler's library from logging to standard error
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
 
     def write(profiler: Any) -> None:
         steps = profiler.step_num - WAIT - WARMUP  # fewer than ACTIVE if the block has ended before
         try:
+            path.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path / f"rank{rank}.pt.trace.json"))
             if rank == 0 and steps:
                 content = {"steps": steps, "operators": operators(profiler)}

@@ -1,5 +1,8 @@
 """A profile that cannot be written."""
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 from torch import nn
 
@@ -7,11 +10,17 @@ from flyte_ddp.engine.monitor.profile import profiling
 from tests.engine.test_results import small_files
 
 
-def test_a_full_disk_ends_no_training_that_is_profiled(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("limit", "folder", "reason"),
+    [(small_files(2000), "", "[Errno 27] File too large"), (nullcontext(), "file/below", "[Errno 20] Not a directory")],
+)
+def test_a_disk_that_takes_no_profile_ends_no_training(tmp_path, capsys, limit, folder, reason):
+    (tmp_path / "file").touch()
+    path = tmp_path / folder
     network = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(network.parameters())
-    with small_files(2000), profiling(str(tmp_path), 0, optimizer):
+    with limit, profiling(str(path), 0, optimizer):
         for _ in range(11):
             network(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-    assert f"{tmp_path} lacks the profile of rank 0: [Errno 27] File too large" in capsys.readouterr().err
+    assert f"{path} lacks the profile of rank 0: {reason}" in capsys.readouterr().err
