@@ -147,7 +147,7 @@ def train(
         raise InputError(f"init must be a file or folder that is there, got {first}")
     subject = make_subject(code, settings, source, first)
     folder = absolute(output, OUTPUT)
-    if first and first.parent == folder:
+    if first and first.is_file() and first.parent == folder:
         raise InputError(
             f"init must not be in output, whose files the training replaces, got {first}: give another output"
         )
