@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from tests.engine.probe_recipes import WIDTH, Sound
 
@@ -61,4 +61,13 @@ class Differing(Starting):
         network = Network()
         if network.count.is_meta:
             network.register_buffer("more", torch.ones(1))
+        return network
+
+
+class OnEachRank(Starting):
+    """Has another buffer on each rank, with values and without."""
+
+    def model(self):
+        network = Network()
+        network.register_buffer(f"of_rank_{distributed.get_rank()}", torch.ones(1))
         return network

@@ -6,6 +6,7 @@ take no memory.
 
 import gc
 import warnings
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.model_files.frozen_base import frozen_weights
 from flyte_ddp.recipe import Recipe, seeded_model
 
+Outline = list[tuple[Any, ...]]  # as outline returns it
 First = tuple[nn.Module, set[str], list[str]]  # as first_model returns it
 
 
@@ -39,7 +41,7 @@ def first_model(recipe: Recipe, job: Job) -> First:
 
     Raises:
         InputError: The network, or the settings of init, cannot be used. With sharding, rank 0 may be the only rank
-            that raises it.
+            that raises it. Or a rank has built other tensors than rank 0; all ranks raise that.
     """
     rank = distributed.get_rank()
     if job.options.sharding == "off" or distributed.get_world_size() == 1:
@@ -59,12 +61,14 @@ def first_model(recipe: Recipe, job: Job) -> First:
         problem = "it has other tensors where they have no values"
     problems = gather_values(problem)
     model, _, remarks = built or _with_values(recipe, job)
+    if any(problems):  # what was built with values has not been compared yet
+        _refuse_other_tensors(recipe, outline(model), expected)
     for problem in [*filter(None, problems)][:1]:
         remarks.append(f"Each rank built the whole network in its host's memory, since model() needs values: {problem}")
     return model, base, remarks
 
 
-def outline(model: nn.Module) -> list[tuple[Any, ...]]:
+def outline(model: nn.Module) -> Outline:
     """Return what must be alike on ranks that exchange a network tensor by tensor.
 
     Returns:
@@ -77,6 +81,17 @@ def outline(model: nn.Module) -> list[tuple[Any, ...]]:
         (name, tensor.dtype, tensor.shape, tensor.requires_grad, numbers.setdefault(id(tensor), len(numbers)))
         for name, tensor in named
     ]
+
+
+def _refuse_other_tensors(recipe: Recipe, own: Outline, expected: Outline) -> None:
+    """Raise InputError on all ranks if the network of any rank has another outline than rank 0's; a collective."""
+    differing = (mine or first for mine, first in zip_longest(own, expected) if mine != first)
+    for rank, tensor in enumerate(gather_values(next(differing, None))):
+        if tensor:
+            raise InputError(
+                f"{code_location(recipe, 'model')} must build the same network on all ranks, but rank {rank} and rank "
+                f"0 have another {tensor[0]}: let nothing in it depend on the rank, its host or what is installed there"
+            )
 
 
 def _with_values(recipe: Recipe, job: Job) -> First:

@@ -39,7 +39,7 @@ def placed(tmp_path_factory):
         code = find_code(f"tests.engine.first_model_recipes:{name}")
         return job_in(folder, make_subject(code, settings, init=init), RunOptions(sharding="full"))
 
-    jobs = {name: job(name, Settings(seed=3)) for name in ("Starting", *NEEDED)}
+    jobs = {name: job(name, Settings(seed=3)) for name in ("Starting", "OnEachRank", *NEEDED)}
     jobs["init"] = job("Starting", FROM_FILE, folder / "model.pt")
     target = "tests.engine.first_model_targets:place_each"
     ranks = launcher.launch(target, World(2, 2, "gloo", "cpu"), list(jobs.values()), 60, lambda event: None)
@@ -80,6 +80,12 @@ def test_where_model_needs_values_each_rank_builds_it(placed, name):
     assert not second["without"]
     (remark,) = first["remarks"]
     assert f"since model() needs values: {NEEDED[name]}" in remark
+
+
+def test_ranks_that_build_other_networks_are_refused_alike(placed):
+    first, second = placed["OnEachRank"]
+    assert "must build the same network on all ranks, but rank 1 and rank 0 have another of_rank_" in first["error"]
+    assert first == second
 
 
 def test_ranks_have_rows_of_the_weights_of_a_file(placed):
