@@ -2,13 +2,14 @@
 
 import importlib
 import pickle
+import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -87,8 +88,10 @@ def write_timm_weights(folder: Path) -> None:
 
 
 def write_encoder(folder: Path) -> None:
-    command = [sys.executable, "-m", "finetune_text.encoder", str(folder)]
-    subprocess.run(command, cwd=project(), check=True, capture_output=True)
+    """As `python -m finetune_text.encoder FOLDER`, which would import torch and transformers again."""
+    project()
+    with torch.random.fork_rng([]), patch.object(sys, "argv", ["encoder", str(folder)]):
+        runpy.run_module("finetune_text.encoder", run_name="__main__")
 
 
 def write_waves(folder: Path) -> None:

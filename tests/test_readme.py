@@ -34,6 +34,7 @@ ELSEWHERE = {
     'flyte run --local flyte2/sweep.py main --sweep \'{"values": {"learning_rate": [0.05, 0.1]}}\' --hp '
     "'{\"epochs\": 1}'": "tests/flyte2/test_local.py",
     "make dry-run2 IMAGE=registry.example.org/me/trainer:1": "tests/flyte2/test_environment.py",
+    "flyte run --local flyte2/mnist.py main --hp '{\"epochs\": 1}'": "tests/flyte2/test_local.py",
     "flyte run --local flyte2/promote.py main --place models": "tests/flyte2/test_local.py",
     "flyte run --local flyte2/inference.py main --model_state models/versions/*/model.pt --shards 2": (
         "tests/flyte2/test_local.py"
