@@ -1,14 +1,16 @@
 """pyflyte, in processes of its own and in the test's, and what tests of commands need besides."""
 
+import io
 import os
 import random
 import re
+import runpy
 import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,24 +43,39 @@ def pyflyte(*arguments: str, status: int = 0, cwd: Path = ROOT, environment: Map
 
 
 def typed(command: str, cwd: Path, environment: Mapping[str, str] = {}) -> "Done[str]":
-    """Lines for a shell in this folder; fails if they do. A single `pyflyte run` is one in the test's process, which
-    forgets what it has imported from there."""
+    """Lines for a shell in this folder; fails if they do. A single `pyflyte run` is one in the test's process."""
     if command.startswith("pyflyte run ") and "\n" not in command.strip():
-        before = {*sys.modules}
-        with pytest.MonkeyPatch.context() as here:
-            here.setattr(sys, "path", [str(cwd), *sys.path])
-            try:
-                return pyflyte(*shlex.split(command)[2:], cwd=cwd, environment=environment)
-            finally:
-                for name in {*sys.modules} - before:
-                    if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(cwd)):
-                        del sys.modules[name]
+        with _importing_from(cwd):
+            return pyflyte(*shlex.split(command)[2:], cwd=cwd, environment=environment)
     environment = {**os.environ, **environment}
     done = subprocess.run(
         ["bash", "-ec", command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def python(file: str, cwd: Path) -> "Done[str]":
+    """`python FILE` in the test's own process, whose ranks have imported most of what they need."""
+    with _importing_from(cwd), pytest.MonkeyPatch.context() as here:
+        here.chdir(cwd)
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            runpy.run_path(str(cwd / file), run_name="__main__")
+    return Done(file, 0, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """As if Python had been started there; afterwards, what was imported from the folder is forgotten."""
+    before = {*sys.modules}
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(sys, "path", [str(folder), *sys.path])
+        try:
+            yield
+        finally:
+            for name in {*sys.modules} - before:
+                if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+                    del sys.modules[name]
 
 
 def pyflyte_process(
