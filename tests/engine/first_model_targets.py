@@ -19,7 +19,7 @@ def place_each(environment: Environment, link: Link, jobs: list[Job]) -> list[di
 
     Of a job whose network is refused: the error.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     with process_group(environment, 60) as device:
         for job in jobs:
             recipe = load_recipe(job, device)
