@@ -85,6 +85,15 @@ def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afr
     assert identical(expected, again)
 
 
+def test_a_checkpoint_that_one_rank_cannot_load_is_refused_on_all(train, whole):
+    expected = whole(2, log_interval=1)
+    train(2, name="unfit", log_interval=1)
+    again = train(2, name="unfit", log_interval=1, target="tests.launch.targets:fail_to_restore", timeout_seconds=20)
+    (refused,) = [event for event in again.events if isinstance(event, CheckpointRefused)]
+    assert refused.reason == "the checkpoint does not fit this training: RuntimeError: no room"
+    assert identical(expected, again)
+
+
 def test_another_trainings_checkpoint_in_the_output_is_kept(train, tmp_path):
     train(name="one", seed=6)
     before = (tmp_path / "one" / "checkpoint").read_bytes()

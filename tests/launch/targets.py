@@ -22,6 +22,7 @@ from torch import Tensor, distributed, nn
 from flyte_ddp.engine import sums, worker
 from flyte_ddp.engine.job import Job, TrainingResult
 from flyte_ddp.engine.readback import Readback
+from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.errors import StopRequested
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event, Printed, RunStarted, StepLogged
 from flyte_ddp.launch.environment import Environment
@@ -240,6 +241,17 @@ def behind(environment: Environment, link: Link, job: Job) -> TrainingResult:
     result = worker.run(environment, link, job)
     assert made, "the engine reads by another class: nothing was behind"
     return result
+
+
+def fail_to_restore(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Rank 1 alone cannot load the checkpoint's state."""
+
+    def load_state_dict(state: TrainingState, saved: dict[str, Any]) -> None:
+        raise RuntimeError("no room")
+
+    if environment.rank == 1:
+        TrainingState.load_state_dict = load_state_dict  # type: ignore
+    return worker.run(environment, link, job)
 
 
 def stop_while_behind(environment: Environment, link: Link, job: Job) -> tuple[int, int]:

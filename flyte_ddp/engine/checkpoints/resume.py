@@ -50,7 +50,8 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
         other one. Nothing was restored: the caller has to set up the training in this precision, and call resume()
         again.
 
-        "" if restoring has failed half-way. The caller has to set up the training anew, and start from the beginning.
+        "" if restoring has failed half-way, on any rank. The caller has to set up the training anew, and start from the
+        beginning.
 
     Raises:
         InputError: The refused checkpoint is that of RunOptions.resume_from, or another training's in the output folder
@@ -77,11 +78,14 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
         except CheckpointError as error:
             refuse(error, options, link.emit)
             return None
+        problem = ""
         try:
             restore(state, copy_in_place(state, content["state"] if content else outline, receivers))
         except CheckpointError as error:
-            refuse(error, options, link.emit)
-            return ""
+            problem = str(error)
+    for reason in filter(None, gather_values(problem)):
+        refuse(CheckpointError(reason), options, link.emit)
+        return ""
     return None
 
 
