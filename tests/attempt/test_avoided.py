@@ -126,7 +126,8 @@ def leaves(platform, **more):
     return False
 
 
-def test_of_two_ranks_on_a_node_one_leaves_and_no_rank_of_a_later_attempt(on):
+def test_of_two_ranks_on_a_node_one_leaves_and_no_rank_of_a_later_attempt(on, monkeypatch):
+    monkeypatch.setenv("DDP_POD_RETRIES", "3")  # none of these attempts is the last one
     add_nodes(on("node-a"), ["node-a"], ECC)
     assert [leaves(on("node-a", 1)), leaves(on("node-a", 1))] == [True, False]
     add_nodes(on("node-a", 1), ["node-a"], "it has failed once more")
