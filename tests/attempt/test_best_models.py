@@ -2,9 +2,11 @@
 
 import itertools
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
+from flyte_ddp.attempt.best_models import StoredModels
 from flyte_ddp.attempt.checkpoints import checkpoint_store
 from flyte_ddp.events import CheckpointWritten
 from flyte_ddp.manifest import models_beside
@@ -57,6 +59,16 @@ def test_one_attempt_uploads_each_once_and_uses_names_again(tmp_path):
             written(store, number)
         shutil.rmtree(tmp_path / "pod-0")  # as it is when the pod starts again
     assert len([name for name in puts if name.isdecimal()]) == len(BEST)
+    assert {*stored(tmp_path / "0")} <= {"0", "1", "2", "3", "list.json"}
+
+
+def test_one_process_uses_names_again_too(tmp_path):
+    platform = Folders(tmp_path, 0)
+    path = platform.working_folder() / "checkpoint"
+    models = StoredModels(platform, path, platform.checkpoint_url())
+    store = SimpleNamespace(path=path, on_checkpoint_written=lambda _: models.put_all(models.folder, lambda: None))
+    for number in BEST:
+        written(store, number)
     assert {*stored(tmp_path / "0")} <= {"0", "1", "2", "3", "list.json"}
 
 
