@@ -6,6 +6,8 @@ import torch
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import CheckpointWritten, StepLogged
 from flyte_ddp.launch.failures import RecoverableRankError
+from flyte_ddp.settings import RunOptions, TrainingSettings
+from flyte_ddp.training import train
 from tests.engine.test_own_loop import LOOPS, SMALL
 from tests.small_training import Unplugged, relative_difference, unplug_at
 
@@ -51,6 +53,29 @@ def test_an_audit_names_the_rank_that_computes_wrongly_and_changes_nothing_else(
     assert len(own(2, "takes_turns", audit_every=1, name="turns").result.epochs) == 2
     with pytest.raises(InputError, match="audit_every must be 0 without virtual_ranks"):
         own(1, audit_every=1, virtual_ranks=0)
+
+
+@pytest.fixture
+def own_here(alone, tmp_path):
+    """own_here(loop, virtual_ranks): the weights of a training in this process."""
+
+    def run(loop, virtual_ranks, **more):
+        settings = TrainingSettings(virtual_ranks=virtual_ranks, **{"batch_size": 12, "epochs": 2, **more})
+        trained = train(BY_PARTS + loop, settings, RunOptions(tracking="off"), output=tmp_path / f"{virtual_ranks}")
+        return torch.load(trained.model_path, weights_only=True)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # in this process torch warns once
+@pytest.mark.parametrize("loop", ["adds_up_two", "has_two_losses"])
+def test_gradients_of_several_losses_are_those_without_virtual_ranks(own_here, loop):
+    torch.testing.assert_close(own_here(loop, 4), own_here(loop, 0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # in this process torch warns once
+def test_a_part_of_a_single_sample_leaves_statistics_that_are_finite(own_here):
+    assert all(weight.isfinite().all() for weight in own_here("train", 4, batch_size=4).values())
 
 
 @pytest.mark.slow
