@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flyte_ddp.engine.digest import KEYS, compute_sum, weights_digest
+from flyte_ddp.engine.digest import KEYS, compute_sum, sum_of_all, weights_digest
 from flyte_ddp.model_files.model_metadata import read_metadata
 
 MODULUS = 1 << 64
@@ -15,7 +15,8 @@ WIDE = (torch.float32, torch.int64, torch.float64, torch.complex64, torch.comple
 
 
 def test_parts_add_up_wherever_they_are_cut():
-    for numbers in (torch.randn(3 * KEYS + 100), torch.randn(2 * KEYS + 1).bfloat16(), torch.arange(5) > 2):
+    few = torch.randn(2 * KEYS + 1)
+    for numbers in (torch.randn(3 * KEYS + 100), few.bfloat16(), few.double(), few * 1j, torch.arange(5) > 2):
         whole, count = int(compute_sum(numbers)), len(numbers)
         for cuts in ((1,), (KEYS,), (KEYS - 1, KEYS + 1), (3, 2 * KEYS), range(0, count, 1 + count // 7)):
             edges = [0, *(cut for cut in cuts if 0 < cut < count), count]
@@ -77,6 +78,11 @@ def test_so_does_the_order_of_rows_whose_sums_are_equal():
     identity = torch.eye(512)
     each = KEYS // 512  # rows after which the keys begin again
     assert len({weights_digest({"a": identity.roll(by, 0)}) for by in (0, 1, each, 2 * each)}) == 4
+
+
+def test_so_does_the_order_of_tensors():
+    one, other = torch.ones(3), torch.zeros(3)
+    assert sum_of_all([one, other], one.device) != sum_of_all([other, one], one.device)
 
 
 def test_it_is_the_same_number_on_any_processor_and_in_any_version():
