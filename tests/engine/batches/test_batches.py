@@ -91,6 +91,25 @@ def test_nothing_is_fetched_back_from_a_device(tmp_path, workers):
             assert {(len(leaf), leaf.device) for leaf in pytree.tree_leaves(tree)} == {(2, device)}
 
 
+def test_each_step_draws_its_own_numbers_and_each_pass_has_its_own_order():
+    drawn = []
+
+    def augment(tree, seed, share, epoch):
+        drawn.append(seed)
+        return tree
+
+    train = batches.TrainBatches(Resident(torch.arange(8), CPU), 4, 1, 0, 1, passes=2, augment=augment)
+    epochs = [[*train.epoch(number)] for number in range(2)]
+    drawn += [batch.seed for epoch in epochs for batch in epoch]
+    assert len(drawn) == len({*drawn}) == 2 * 2 * 4
+    orders = [torch.cat([batch.tree for batch in epoch]).tolist() for epoch in epochs]
+    passes = [order[first : first + 8] for order in orders for first in (0, 8)]
+    assert all(sorted(one) == [*range(8)] != one for one in passes)
+    assert len({str(one) for one in passes}) == 4
+    (resumed,) = train.epoch(1, first_step=3)
+    assert (resumed.seed, resumed.tree.tolist()) == (epochs[1][3].seed, passes[3][4:])
+
+
 def test_a_rank_without_a_sample_of_a_short_batch_borrows_the_last_one_before_it():
     ranks = [batches.EvaluationBatches(Resident(torch.arange(6), CPU), 4, rank, 3) for rank in range(3)]
     last = [list(rank)[-1] for rank in ranks]
