@@ -30,12 +30,12 @@ class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, features):
         for block in self.blocks:
             features = block(features)
-        return self.head(F.dropout(features, 0.5, self.training))
+        return self.head(F.dropout(self.norm(features), 0.5, self.training))
 
 
 class Kept(Sound):
