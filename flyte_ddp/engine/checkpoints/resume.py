@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
 from flyte_ddp.manifest import read_manifest
-from flyte_ddp.whole_files import temporary_beside
+from flyte_ddp.whole_files import remove_leftovers, temporary_beside
 
 OTHER_BASE = "belongs to another training: the weights that model() freezes were others"
 
@@ -127,7 +127,7 @@ def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> t
 
     A checkpoint that cannot be used, or whose frozen weights are others than this training's, is refused: rank 0 emits
     CheckpointRefused, or raises InputError if the user wants this checkpoint. If the file is there but cannot be read,
-    rank 0 raises RecoverableError.
+    rank 0 raises RecoverableError. Rank 0 also removes the drafts of a save that was killed.
 
     Args:
         job: the training.
@@ -153,6 +153,8 @@ def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> t
             pass
         except CheckpointError as error:
             refuse(error, job.options, emit, output=path.parent if job.chosen_by == OUTPUT else None)
+        with suppress(OSError):  # ranks that start again in the same pod may have left drafts as large as a checkpoint
+            remove_leftovers(path.parent, path.name)
     return content, broadcast_value(found)
 
 
