@@ -1,7 +1,7 @@
 """Training loops with the mistakes that people make: what is refused, or warned of."""
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -502,10 +502,14 @@ def tests_after_it_has_left_the_epochs(loop: Loop):
     evaluate(loop, model, tests)
 
 
-def evaluates_before_the_last_steps(loop: Loop):
+def evaluates_before_the_last_steps(loop: Loop, best: Literal["lowest", ""] = "lowest"):
     model, batches, tests, optimizer = linear(loop)
-    for _ in loop.epochs(headline="loss", best="lowest"):
+    for _ in loop.epochs(headline="loss", best=best):
         for number, (inputs, labels) in enumerate(batches):
             if number == 5:
                 evaluate(loop, model, tests)
             step(loop, model, optimizer, inputs, labels)
+
+
+def returns_what_it_has_not_evaluated(loop: Loop):
+    evaluates_before_the_last_steps(loop, best="")

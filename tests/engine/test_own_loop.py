@@ -265,6 +265,11 @@ def test_a_loop_that_returns_within_an_epoch_is_told_that_its_weights_have_no_me
         mistaken("returns_nan", name="nan", log_interval=100)
 
 
+def test_an_epoch_whose_steps_go_on_after_its_evaluation_is_warned_of_once(mistaken):
+    (warning,) = mistaken("returns_what_it_has_not_evaluated", 1).result.warnings
+    assert warning.reason.startswith("an epoch has ended with other weights than those that its measures are of: call")
+
+
 def test_each_evaluation_has_its_own_blocks(own):
     trained = own(2, "evaluates_two_folders_of_blocks", epochs=1, test_batch_size=4)
     assert trained.result.tested["right"] == 1

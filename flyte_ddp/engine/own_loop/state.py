@@ -44,6 +44,10 @@ DRIFTED = (
     "the ranks have other weights than one another, and those of rank 0 are returned: change them alike on all ranks, "
     "by gradients of what loop.wrap has returned, or from the same random numbers"
 )
+OUTDATED = (
+    "an epoch has ended with other weights than those that its measures are of: call loop.evaluated after the epoch's "
+    "last step"
+)
 HIGHEST, LOWEST = "highest", "lowest"
 
 
@@ -357,7 +361,8 @@ class LoopState(Training):
 
         If the user's code has left the loop over the batches after loop.log, that step is ended first. With
         loop.epochs(best=...), the weights are copied if they are the best so far, and with options.keep_best written to
-        a file if they are among the best. If the weights differ between ranks, a warning says so.
+        a file if they are among the best. A warning says if the weights differ between ranks, or if they have been
+        changed by later steps than the evaluation's.
 
         While ranks hold different gradients that no optimizer has applied yet, the checkpoint is put off, and so is a
         stop: end_step() does both in a later step. After the last epoch the checkpoint is written all the same.
@@ -391,6 +396,8 @@ class LoopState(Training):
                 "loop.evaluated must be called after an epoch's last step with loop.epochs(best=...), got step "
                 f"{self.evaluated_at} of {progress.step}: the weights have changed since then, so evaluate them again"
             )
+        if self.evaluated_at < progress.step - 1:  # within the last step, it may have been after the optimizer's
+            progress.warn_once(OUTDATED)
         self.agree(Call.EPOCH_END)
         self.compare_between_ranks()
         finished = EpochFinished(
