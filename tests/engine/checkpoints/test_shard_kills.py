@@ -127,7 +127,7 @@ def test_ranks_that_are_killed_before_any_operation_leave_the_old_one_or_the_new
     command = [sys.executable, "-c", KILLS, str(tmp_path), kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 20
+    assert int(done.stdout) >= 18
 
 
 HOSTS = """if True:
