@@ -63,8 +63,8 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     """Write a trained network's weights, predictions and pictures, and return the digest of the weights; a collective.
 
     Rank 0 writes the files: the weights to job.model_path, the others into job.logs. The weights are those that the
-    training evaluates, which may be the moving average. Predictions are written if `tested` has
-    some, and pictures if the recipe draws some.
+    training evaluates, which may be the moving average. Predictions and pictures of an
+    earlier training are deleted. Predictions are written if `tested` has some, and pictures if the recipe draws some.
 
     Args:
         setup: the training.
@@ -82,6 +82,8 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     with writing_to(path.parent, job.chosen_by):
         digest = write_weights(setup, job, path, tested.measures, split="test")
         drawn = draw_pictures(setup.state, setup.test.split) if is_first or is_sharded(setup.state.model) else []
+        for name in (PREDICTIONS, PICTURES) if is_first else ():
+            Path(job.logs, name).unlink(missing_ok=True)
         if tested.predictions is not None:
             write_predictions(tested.predictions, setup, Path(job.logs, PREDICTIONS))
         if is_first and drawn:

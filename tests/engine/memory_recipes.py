@@ -30,12 +30,12 @@ class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, features):
         for block in self.blocks:
             features = block(features)
-        return self.head(F.dropout(self.norm(features), 0.5, self.training))
+        return self.head(F.dropout(features, 0.5, self.training))
 
 
 class Kept(Sound):
@@ -75,6 +75,9 @@ class BatchNormElsewhere(Sound):
 
 class Tight(Kept):
     micro_batch = -1
+
+    def model(self):
+        return nn.Sequential(super().model(), nn.BatchNorm1d(WIDTH))
 
     def data(self, split):
         return torch.cat([super().data(split)] * 2)
