@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
@@ -58,8 +58,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """Start the process that ranks are forked from, which imports these modules once for all, and return at once.
 
     A second call does nothing, even with other modules. Where ranks are not forked (outside Linux), it never does
-    anything. If there are modules, that process and its ranks have HF_HUB_OFFLINE, as load_named() sets it: a module
-    that is imported before a recipe, such as Lightning, may read it then.
+    anything.
     """
     if START_METHOD == "forkserver":
         # The forkserver must live as long as the ranks, which unblock these signals. They may be sent to the whole
@@ -67,9 +66,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
         resource_tracker.ensure_running()  # else forkserver would start it, which unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            offline = default_variable("HF_HUB_OFFLINE", "1") if preload else nullcontext()  # a script may ask the hub
-            spinning = default_variable("GOMP_SPINCOUNT", SPIN_COUNT, "OMP_WAIT_POLICY")
-            with _importable(), spinning, offline, _room_for_sockets():
+            with _importable(), default_variable("GOMP_SPINCOUNT", SPIN_COUNT, "OMP_WAIT_POLICY"), _room_for_sockets():
                 forkserver.set_forkserver_preload([FORK_SERVER, *preload])
                 forkserver.ensure_running()
         finally:
