@@ -226,7 +226,7 @@ class Recipe:
 
         Tensors whose samples have this length in their first dimension are padded with zeros, or cut if they come
         padded, to the longest sample of the global batch. So augment() draws the same numbers on any number of ranks.
-        A tensor comes padded if it has one value in all places after a sample's length.
+        What comes padded must have one value in all places after a sample's length.
         """
         return None
 

@@ -33,9 +33,9 @@ class Lengths:
     def __init__(self, each: Any, count: int, fetch: Callable[[Tensor], Any]):
         """Check the lengths, and find out which tensors to pad.
 
-        If even the shortest sample has a tensor of the longest one's length, samples come padded. A tensor of this
-        length is padded if it has one value in all places after a sample's length, in each of up to TRIED + 1 samples.
-        Others, such as an embedding that happens to be as long, are not.
+        If even the shortest sample has a tensor of the longest one's length, samples come padded. Then each tensor of
+        this length is cut. In up to TRIED + 1 samples it is checked for one value in all places after a sample's
+        length: an embedding that happens to be as long must not be cut.
 
         Args:
             each: (count,) whole numbers, the length of each sample.
@@ -43,8 +43,8 @@ class Lengths:
             fetch: fetch(indices (n,)) returns the samples' tensors, padded or not.
 
         Raises:
-            InputError: No tensor's first dimension has these lengths in the shortest and the longest sample, or what
-                has the longest one's length in both is not padded.
+            InputError: No tensor's first dimension has these lengths in the shortest and the longest sample, or a
+                tensor that has the longest one's length in both goes on after a sample's length.
         """
         try:
             values = np.asarray(each)
@@ -62,19 +62,18 @@ class Lengths:
         pairs = list(zip(*shapes, strict=True))
         self.is_padded = [pair == (shortest, longest) for pair in pairs]
         self.come_padded = not any(self.is_padded)  # even the shortest sample has the longest one's shape
-        if self.come_padded and (longest, longest) in pairs:
+        if self.come_padded:
+            self.is_padded = [pair == (longest, longest) for pair in pairs]
             some = torch.cat([torch.arange(TRIED) * (count - 1) // (TRIED - 1), torch.tensor(ends[:1])]).unique()
-            leaves = pytree.tree_leaves(fetch(some))
-            self.is_padded = [
-                pair == (longest, longest) and _is_padding(leaf, self.each[some])
-                for pair, leaf in zip(pairs, leaves, strict=True)
-            ]
-            if not any(self.is_padded):
-                raise InputError(
-                    "samples that come padded must have one value in all places after a sample's length, where they "
-                    f"are cut, but no tensor of length {longest[0]} has: pad with 0, or return a Dataset of unpadded "
-                    "samples"
-                )
+            leaves = pytree.tree_leaves(fetch(some)) if any(self.is_padded) else []
+            for number, (leaf, is_padded) in enumerate(zip(leaves, self.is_padded, strict=False)):
+                if is_padded and not _is_padding(leaf, self.each[some]):
+                    raise InputError(
+                        "samples that come padded must have one value in all places after a sample's length, where "
+                        f"they are cut, but tensor {number} of length {longest[0]} goes on there: pad it with 0, "
+                        "return a Dataset of unpadded samples or, if it must not be cut, give it another first "
+                        "dimension by unsqueeze(1)"
+                    )
         if not any(self.is_padded):
             raise InputError(
                 f"lengths must be those of the first dimension of a tensor's samples, but for samples {ends[0]} and "

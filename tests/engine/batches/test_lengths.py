@@ -109,17 +109,18 @@ def test_lengths_that_are_not_those_of_the_samples_are_refused(tmp_path, recipe,
     assert multiprocessing.active_children() == [], f"loader workers live as long as {kept.value!r}"
 
 
-def test_what_comes_padded_is_cut_and_features_as_long_as_that_are_not():
+def test_what_comes_padded_is_cut_and_features_as_long_as_that_are_refused():
     each = [2, 4, 3]
     words = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8], [5, 6, 7, 0]])
     features = torch.arange(24.0).view(3, 4, 2)
+    with pytest.raises(InputError, match="but tensor 1 of length 4 goes on there: pad it with 0"):
+        Lengths(each, 3, lambda indices: (words[indices], features[indices]))
+    features = features.unsqueeze(1)
     lengths = Lengths(each, 3, lambda indices: (words[indices], features[indices]))
     some = torch.tensor([0, 2])
     cut, whole = lengths.padded((words[some], features[some]), some, some)
     assert torch.equal(cut, words[some, :3])
     assert torch.equal(whole, features[some])
-    with pytest.raises(InputError, match="but no tensor of length 4 has: pad with 0"):
-        Lengths(each, 3, lambda indices: features[indices])
 
 
 @pytest.mark.parametrize(
