@@ -18,11 +18,11 @@ def settle_arithmetic() -> None:
     products use TF32 in images that set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. Torch warns of each operation that has no
     deterministic version on a GPU. In steps by virtual ranks such an operation is an error.
     """
+    # Where a script has set one of these, the settings below would follow it
+    torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
+    torch.backends.cudnn.fp32_precision = "none"
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
-    # These would follow a script that has set torch.backends.fp32_precision
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-    torch.backends.cudnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False  # it would choose algorithms by their time
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

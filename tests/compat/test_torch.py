@@ -33,9 +33,12 @@ def test_operations_become_deterministic_without_the_compiler():
         "print(may_round_to_tf32())\n"
         "from flyte_ddp.engine.arithmetic import settle_arithmetic; settle_arithmetic()\n"
         "print(may_round_to_tf32(), torch.backends.cudnn.rnn.fp32_precision)\n"
+        "torch.backends.fp32_precision = 'tf32'\n"  # as a recipe may ask for
+        "print(may_round_to_tf32(), torch.backends.cudnn.rnn.fp32_precision)\n"
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-    assert shown.decode().split() == ["True", "True", "False", "False", "False", "True", "True", "False", "ieee"]
+    flags = ["True", "True", "False", "False", "False", "True", "True"]
+    assert shown.decode().split() == [*flags, "False", "none", "True", "tf32"]
 
 
 def test_trees_are_taken_apart_and_put_together():
