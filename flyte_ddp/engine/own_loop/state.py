@@ -481,6 +481,7 @@ class LoopState(Training):
             **self.parts.state_dict(),
             "progress": self.progress.state_dict(),
             "evaluated": self.evaluated,
+            "evaluated_at": self.evaluated_at,
             "grid": self.exact.parallel.grid if self.exact else None,
             "choice": self.best_tracker.state_dict() if self.best_tracker else None,
         }
@@ -501,7 +502,7 @@ class LoopState(Training):
         is_within_epoch = saved["progress"]["step"] > 0
         self.parts.load_state_dict(saved, is_within_epoch)
         self._resumed = saved if is_within_epoch else None
-        self.evaluated = saved["evaluated"]
+        self._restore_evaluation(saved)
         self.progress.load_state_dict(saved["progress"])
         self._choice = saved["choice"]
         if self.exact:
@@ -521,7 +522,13 @@ class LoopState(Training):
         if saved is None:
             return
         self.parts.put_back(saved)
-        self.evaluated = saved["evaluated"] or self.evaluated
+        if saved["evaluated"]:  # otherwise the user's code may have evaluated again
+            self._restore_evaluation(saved)
+
+    def _restore_evaluation(self, saved: Mapping[str, Any]) -> None:
+        """Restore the epoch's evaluation from what state_dict() has returned."""
+        self.evaluated = saved["evaluated"]
+        self.evaluated_at = saved.get("evaluated_at", -1)  # checkpoints of earlier versions lack it
 
     # --- parts of a step ---
 
