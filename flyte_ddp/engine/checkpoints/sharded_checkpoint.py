@@ -177,6 +177,6 @@ def find_problem(shard: Path, digest: str) -> str:
 def unreadable(file: Path, error: OSError) -> RecoverableError:
     """Return the error to raise where a checkpoint's file cannot be read: it may be good, and must not be replaced."""
     return RecoverableError(
-        f"{file}, a file of the checkpoint, cannot be read: {error.strerror}: try again once its disk answers, or drop "
-        "the checkpoint by RunOptions(resume=False)"
+        f"{file}, a file of the checkpoint, cannot be read: {error.strerror}: try again once its disk answers, or "
+        "remove the file"
     )
