@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flyte_ddp.launch import launcher
-from flyte_ddp.launch.environment import available_cores
+from flyte_ddp.launch.environment import available_cores, default_variable
 from flyte_ddp.launch.limits import usable_memory
 from flyte_ddp.report.console import show_output
 
@@ -79,7 +79,9 @@ def _fork_server(request: pytest.FixtureRequest) -> None:  # a name that no test
     modules = ["flyte_ddp.engine.worker", "tests.forked", "tests.small_training"]
     if any(item.get_closest_marker("slow") for item in request.session.items):
         modules += ["lightning.pytorch", "peft", "timm", "transformers.models.bert.modeling_bert"]
-    launcher.warm_up([*launcher.PRELOAD, *modules])
+    # A rank sets the variable before it imports a recipe. Modules that are imported earlier read it here
+    with default_variable("HF_HUB_OFFLINE", "1"):
+        launcher.warm_up([*launcher.PRELOAD, *modules])
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,9 @@ from flytekit.types.file import FlyteFile
 from flyte_ddp.recipes import models
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
-from tests.nodes import listens, meeting
-from tests.pod import PATIENCE_SECONDS, TWO_NODES, literal, package, small_dataset
+from tests.commands import same
+from tests.nodes import listens, meeting, weights
+from tests.pod import PATIENCE_SECONDS, TWO_NODES, literal, package, run_together, small_dataset
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 pytestmark = pytest.mark.slow
@@ -43,6 +44,12 @@ def init(place):
     return literal(FlyteFile(str(model), remote_path=False), FlyteFile | None)
 
 
+@pytest.fixture(scope="module")
+def one_node(whole, place, small, init):
+    """The weights of a plain call."""
+    return whole(2, data=place / "small", init=place / "model.pt", **SETTINGS).weights
+
+
 @pytest.fixture
 def node(small, init, tmp_path):
     """A function that makes a node's pod of a training of MNIST."""
@@ -55,13 +62,18 @@ def node(small, init, tmp_path):
     return of_mnist
 
 
+def test_two_nodes_begin_with_given_weights_and_train_as_one_does(node, one_node):
+    pods = node("a"), node("b")
+    assert same(weights(run_together(*pods)), one_node)
+    assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in pods)
+
+
 def rank_of(pod):
     return set(re.findall(r"\[rank (\d)\] Logs: ", pod.log))
 
 
 def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named_with_the_place_of_the_logs(node):
-    """Both begin with given weights. Once the node moves again, the first one is gone, where all meet: it has to report
-    what is worth a retry, too."""
+    """Once the node moves again, the first one is gone, where all meet: it has to report what is worth a retry, too."""
     given = {"hp": dataclasses.replace(HP, epochs=1000), "options": RunOptions(timeout_seconds=10.0)}
     first, second = node("a", **given), node("b", **given)
     with first.running() as process:
@@ -72,7 +84,6 @@ def test_a_node_that_stands_still_ends_the_run_within_its_time_and_is_named_with
             process.wait(PATIENCE_SECONDS)
             os.killpg(other.pid, signal.SIGCONT)
             other.wait(PATIENCE_SECONDS)
-    assert any("Starts from 8 of 8 tensors of model.pt" in pod.log for pod in (first, second))
     assert second.error.error.kind == ContainerError.RECOVERABLE, second.log
     _, _, reported, logs, *_ = second.error.error.message.splitlines()
     assert f" on {platform.node()}: " in reported or f"node {platform.node()}: " in reported

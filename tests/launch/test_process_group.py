@@ -1,5 +1,4 @@
 import gc
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -9,12 +8,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.launch.phases import Timeouts
 from flyte_ddp.launch.process_group import meet
+from tests.commands import free_port
 
 
 def test_rank_0_serves_the_store_of_the_next_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torchrun's agent, rank 1 may reach the second training while rank 0 still ends the first."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

@@ -1,11 +1,13 @@
 """The project of docs/lightning.md in a folder, with variants of it, and trainings of them by real ranks."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 
@@ -64,7 +66,10 @@ def train(
 
     if here:
         alone = Environment(choose_world("gloo", 1, 100), 0, 0, f"file://{folder}/store", threads=1)
-        result = here(alone, DirectLink(listen), job)
+        threads = torch.get_num_threads()
+        with patch.dict(os.environ):  # a rank sets torchrun's variables
+            result = here(alone, DirectLink(listen), job)
+        torch.set_num_threads(threads)
     else:
         world = choose_world("gloo", nproc, 100)
         result = launcher.launch(target, world, job, 120, listen, training.preload, root=training.code.root)[0]

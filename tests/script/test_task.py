@@ -49,6 +49,7 @@ def test_the_guide_to_scripts_works_as_it_stands(project, monkeypatch):
     assert (place / "trained" / "checkpoints" / "ckpt.pt").is_file()
     monkeypatch.chdir(place)
     again = CliRunner().invoke(main, shlex.split(command)[3:])  # in this process, whose ranks have imported torch
+    assert again.exit_code == 0, again.output
     assert "Resuming training from iter 20" in again.stderr
     done = typed(run, place, environment)
     assert "[rank 0] iter 20: loss " in done.stderr
