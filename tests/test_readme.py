@@ -138,7 +138,7 @@ def test_the_pages_have_commands():
 def test_a_command_works(user, command):
     project = Path(user["PROJECT"])
     if command.startswith("make run ARGS="):  # what make would type, in this process; `make run` has one of its own
-        shown = typed(command.replace("make", "make --dry-run", 1), project, user).stdout
+        shown = typed(command.replace("make", "make --dry-run --no-print-directory", 1), project, user).stdout
         command = shown.rpartition('/bin:$PATH" ')[2]
         assert command.startswith("pyflyte run workflows/mnist.py pytorch_training_wf --hp ")
     typed(command, project, user)
