@@ -212,7 +212,8 @@ def _trained(
             assert isinstance(setup.state.parallel, ExactStep)
             setup.state.audit = Audit(setup.state.parallel, setup.train, 1, [Place("host", "CPU")] * ranks, complain)
         _train(setup, until)
-        pairs = setup.state.progress.sums.values.tolist()
+        # Without the count of bad steps: a run ends at the first one, so no checkpoint has it
+        pairs = setup.state.progress.sums.values[:-1].tolist()
         if until < STEPS and environment.rank == 0:
             torch.save(setup.state.state_dict(), path.with_suffix(".pt"))
         measures = evaluate(setup.state, setup.validation or setup.test, link).measures
