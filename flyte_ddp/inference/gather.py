@@ -83,8 +83,8 @@ def gather_shards(
         options: the options of the prediction.
 
     Raises:
-        ReportedError: An image file that the page shows has changed since it was listed. On a cluster, it is raised as
-            the platform's error.
+        ReportedError: An image file that the page shows has changed since it was listed. On a cluster, this error is
+            raised as the platform's.
     """
     description = prepared.read_description(data.download())
     with run_folder(platform, "inference") as work:
@@ -114,8 +114,7 @@ def load_least_certain(
         data: the folder of the prepared dataset that the model was trained on.
         folder: the folder of the predicted images, from which only the needed files are read. None if the images are
             those of options.split of `data`.
-        listing: the JSON file in which plan_shards() has listed the folder's files. It is not read if there is no
-            folder.
+        listing: the JSON file in which plan_shards() has listed the folder's files; not read if `folder` is None.
         options: the options of the prediction, of which only `split` is used.
 
     Raises:
@@ -147,10 +146,10 @@ class Listing:
 
     @classmethod
     def of(cls, folder: FlyteDirectory | None) -> "Listing":
-        """List the files below a folder, without hidden ones; without a folder the listing is empty.
+        """List the files below a folder, except hidden ones.
 
         Args:
-            folder: the folder of images, or None to predict a split of the dataset.
+            folder: the folder of images. If it is None, the listing is empty.
 
         Raises:
             InputError: The folder has no files, or is a file.
@@ -173,16 +172,16 @@ class Listing:
         return Listing(self.files[shard.first : shard.last])
 
     def fetch(self, folder: FlyteDirectory | None, into: Path) -> list[tuple[str, str]]:
-        """Return each listed file's name with its path on this machine; [] if there is no folder.
+        """Return the name of each listed file, with the file's path on this machine; [] if `folder` is None.
 
         Args:
             folder: the folder of the files, or None.
-            into: an existing folder, to which the files of a storage are downloaded. Files on this machine stay where
-                they are.
+            into: an existing folder. Files in a storage are downloaded to it; files on this machine stay where they
+                are.
 
         Raises:
-            ReportedError: a listed file is gone from the storage. (A file that is gone from this machine raises
-                nothing here.) DownloadError, which derives from this error, means that the storage fails.
+            ReportedError: a listed file is gone from the storage. DownloadError, which derives from this error, means
+                that the storage fails. (A file that is gone from this machine raises nothing.)
         """
         if folder is None:
             return []

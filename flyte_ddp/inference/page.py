@@ -60,8 +60,8 @@ class Tally(NamedTuple):
 def tally(path: Path) -> Tally:
     """Count the rows of a CSV file of predictions by class, and find the least certain and unreadable images.
 
-    A row without a label is in neither `known` nor `right`. At most 24 rows are in `least_certain`, and 20 in `errors`.
-    The file is read three times, row by row, so it need not fit into memory.
+    `known` and `right` count only rows with a label and a prediction. `least_certain` has at most 24 rows, and `errors`
+    at most 20. The file is read row by row, so it need not fit into memory.
     """
     predicted = Counter[str]()
     known = Counter[str]()
@@ -86,7 +86,13 @@ def render_results(
     """Return the HTML page with the results of a prediction, as the content of <body>.
 
     The page has the counts by class, the least certain images, the first files that could not be read, and the setup.
-    The images are those of totals.least_certain, (C, H, W) uint8 each. The description is of the data of the training.
+
+    Args:
+        title: the page's title.
+        totals: the counts.
+        images: the images of totals.least_certain, (C, H, W) uint8 each.
+        description: the dataset that the model was trained on.
+        options: the options of the prediction.
     """
     by_class = Section(
         "By class",

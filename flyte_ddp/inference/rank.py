@@ -77,11 +77,11 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
 
 
 def read_images(job: ShardJob, description: DatasetDescription, link: Link) -> tuple[np.ndarray, list[Row]]:
-    """Return the shard's images (n, C, H, W) uint8, and their rows, in which predictions and scores are empty.
+    """Return the shard's images (n, C, H, W) uint8, and a row for each image, without prediction and score.
 
     The images are the files job.files or, if there are none, a part of the dataset's split. A file's label is the class
-    that the file's folder is named after, by name or number. A file that cannot be read gives zeros, and its row has
-    the reason. The link is told after each file that the process is alive.
+    that its folder is named after, by name or number, else "". The image of a file that cannot be read is all zeros,
+    and its row has the reason. The link is told after each file that the process is alive.
 
     Raises:
         InputError: the images are files, and the dataset's images have neither 1 nor 3 channels.

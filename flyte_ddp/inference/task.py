@@ -41,10 +41,10 @@ INFERENCE_CODE = CodeVersion(code_version("flyte_ddp.inference.rank", __name__),
 
 
 def shard_arguments() -> dict[str, Any]:
-    """Return the arguments of @task for predicting a shard, without cache and retries.
+    """Return the keyword arguments of @task for predicting a shard, without cache and retries.
 
-    They are those of a training's pod, with at most one GPU and without secrets. Raises InputError if a DDP_
-    environment variable is invalid.
+    The pod is like a training's, with at most one GPU and without secrets. Raises InputError if a DDP_ environment
+    variable is invalid.
     """
     gpus = min(1, registration().training_gpus)
     return {
@@ -73,7 +73,7 @@ def resolve_inputs(
     mnist and "mnist_cnn". A network that the options name is not compared with the metadata here.
 
     A local run also deletes a damaged copy of the dataset, and cache entries whose files are gone. If "auto" stands for
-    mnist for want of metadata, a local run downloads mnist, and takes digits if that fails.
+    mnist because there are no metadata, a local run downloads mnist, and takes digits if the download fails.
 
     Args:
         model_state: the weights; None if the workflow trains a model first.
@@ -81,13 +81,13 @@ def resolve_inputs(
         options: the options, of which dataset and model may be "auto".
 
     Returns:
-        The name of the dataset, and the options with the name of the network as `model`. The name counts: `dataset` of
-        these options may still be "auto".
+        The name of the dataset, and the options with the name of the network as `model`. `dataset` of these options
+        may still be "auto".
 
     Raises:
-        InputError: the folder has no files; the weights are not those of a built-in classifier on a built-in dataset,
-            or were trained on another dataset than the options name; or, in a local run, the file of the weights does
-            not exist, or there is no dataset of this name.
+        InputError: The folder has no files. The weights are not those of a built-in classifier on a built-in dataset,
+            or were trained on another dataset than the options name. In a local run, the file of the weights or the
+            dataset does not exist.
     """
     known = classifier_metadata(model_state)
     Listing.of(folder)  # refuses a folder without files
@@ -112,7 +112,7 @@ def plan_shards(
 ) -> Plan:
     """Check the weights, and split the images into at most options.shards shards of nearly equal size; a Flyte task.
 
-    The task is never cached, because contents may have changed. Each shard has a key, by which later runs find its
+    The task is never cached, because images may have changed. Each shard has a key, by which later runs find its
     results: a hash of its images' names, sizes and times, the weights, the network, the dataset and the code.
 
     Args:
@@ -184,10 +184,10 @@ def predict_shard(
         options: the options of the prediction.
 
     Raises:
-        InputError: A score is not finite, or the file cannot be written.
+        InputError: A score is not finite, images or weights cannot be used, or the file cannot be written.
         ReportedError: An image file has changed since it was listed, this pod's code is not what was registered, or the
-            process that predicts has failed (RankError). As a RecoverableError, this pod has another number of GPUs
-            than registered.
+            process that predicts has failed (RankError). If this pod has another number of GPUs than registered, the
+            error is a RecoverableError.
     """
     part = part_path(shard)
     settings = LocalConfig.auto()
@@ -209,11 +209,11 @@ def predict_shard(
 
 
 def part_path(shard: Shard) -> Path:
-    """Return the path of the file for a shard's rows. In a local run, the finished file may be there already.
+    """Return the path of the CSV file for a shard's rows.
 
-    On a cluster the path is in the task's working folder. In a local run it is in a folder that all runs share, named
-    by the shard's key. The call creates that folder, and removes unfinished files in it that nobody has changed for an
-    hour.
+    On a cluster the file is in the task's working folder. In a local run it is named by the shard's key, in a folder
+    that all runs share, so an earlier run may have finished it. A local call creates this folder, and removes
+    unfinished files in it that nobody has changed for an hour.
 
     Raises:
         InputError: a local run cannot write to its folder.
