@@ -99,7 +99,7 @@ def choose_world(backend: str, nproc: int, batch_size: int, virtual_ranks: int =
 
 
 def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
-    """Raise InputError if there are more ranks than samples in a batch or, with virtual ranks, than virtual ranks.
+    """Raise InputError if there are more ranks than virtual ranks or, without virtual ranks, than samples in a batch.
 
     Args:
         size: the number of ranks.
@@ -116,10 +116,7 @@ def check_ranks(size: int, batch_size: int, virtual_ranks: int = 0) -> None:
 
 
 def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_node: int) -> Environment:
-    """Return this rank's environment from torchrun's variables, after checking the number of ranks.
-
-    It must be one for which the task was registered. Otherwise a node that trains alone would return its result as that
-    of all nodes.
+    """Return this rank's environment from torchrun's variables, after checking the numbers of nodes and ranks.
 
     Args:
         backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl".
@@ -127,11 +124,12 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
         ranks_per_node: the number of ranks that each node must have.
 
     Raises:
-        InputError: the number of nodes, or of ranks per node, is another one; a variable is missing or impossible; or
+        InputError: the number of nodes or of ranks per node is not accepted; a variable is missing or impossible; or
             nccl has too few GPUs for the ranks of this node.
     """
     environment = environment_from_variables(backend)
     size, local_size = environment.world.size, environment.world.local_size
+    # A node that trains alone would return its result as that of all nodes
     is_registered = size % ranks_per_node == 0 and nodes[0] <= size // ranks_per_node <= nodes[1]
     if not is_registered or local_size != ranks_per_node:
         raise InputError(
@@ -145,7 +143,7 @@ def environment_from_torchrun(backend: str, nodes: tuple[int, int], ranks_per_no
 def environment_from_variables(backend: str) -> Environment:
     """Return this rank's environment from the variables that torchrun, or a PyTorchJob, has set.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set. If these are all, each node has one rank.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set. Without LOCAL_WORLD_SIZE, each node has one rank.
 
     Args:
         backend: "auto" (nccl if there is a GPU, else gloo), "gloo" or "nccl".
@@ -182,11 +180,10 @@ def environment_from_variables(backend: str) -> Environment:
 def _whole_number(name: str, default: int, minimum: int, maximum: float = math.inf) -> int:
     """Return an environment variable as a whole number, or the default if it is not set.
 
-    The range is checked because ranks with other numbers would fail deep in torch, or wait for a rank that never comes.
-
     Raises:
         InputError: The variable is not a whole number, or is below `minimum` or above `maximum`.
     """
+    # Ranks with other numbers would fail deep in torch, or wait for a rank that never comes
     text = os.environ.get(name, str(default))
     try:
         value = int(text)
@@ -204,10 +201,10 @@ def is_first_rank() -> bool:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Return the number of GPUs that a rank started here can use: 0 if the installed torch is not built for CUDA.
+    """Return the number of GPUs that ranks on this host can use: 0 if the installed torch is not built for CUDA.
 
-    CUDA_VISIBLE_DEVICES counts. The GPUs are counted by NVML, without CUDA and without torch, which takes seconds to
-    import. Torch is asked only if there are NVIDIA device files, but NVML cannot be used.
+    GPUs that CUDA_VISIBLE_DEVICES leaves out do not count. NVML counts the GPUs, without CUDA and torch. Torch, which
+    takes seconds to import, is asked only if there are NVIDIA device files, but NVML cannot be used.
 
     Args:
         devices: the folder of device files.

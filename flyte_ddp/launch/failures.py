@@ -172,9 +172,8 @@ def _find_bad_nodes(error: BaseException, host: str, may_be_hardware: bool) -> t
 def _format_traceback(error: BaseException) -> str:
     """Format an error's traceback, without the frames of launch/, engine/ and script/ at its start.
 
-    They lead to the user's code, to torch's, or to another part of this library. The last of them stays, to show what
-    called that code. All later frames stay, too. If there are no others, nothing is left out. The tracebacks of the
-    error's causes stay whole.
+    The last of these frames stays, to show what called the user's code, torch, or another part of this library. If the
+    traceback has no other frames, all stay. The tracebacks of the error's causes stay whole.
     """
     own = (f"{ROOT}/launch/", f"{ROOT}/engine/", f"{ROOT}/script/")
     caller = error.__traceback__
@@ -258,7 +257,7 @@ def from_exit_code(code: int, rank: int, host: str, peak_bytes: int = 0) -> Fail
     NCCL or gloo ends a rank that has lost another.
 
     Args:
-        code: the exit status; that of a signal is negative, as subprocess has it.
+        code: the exit status, or -N if signal N ended the rank.
         rank: the rank.
         host: the name of the rank's host.
         peak_bytes: the most memory that the rank is known to have used; 0 if unknown.
@@ -276,7 +275,8 @@ def name_the_cause(failures: Sequence[Failure]) -> InputError | RankError:
     """Return, without raising it, the exception for a failed run: that of the failure that caused the others.
 
     The cause is the earliest failure whose kind is neither "aborted" nor "peer", because another rank may have caused
-    failures of these kinds. If all have these kinds, the cause is the earliest "aborted" one, else the earliest "peer".
+    failures of these kinds. If all are of these kinds, the cause is the earliest "aborted" one, else the earliest
+    "peer".
 
     Args:
         failures: the failures of the run's ranks, in any order; at least one.

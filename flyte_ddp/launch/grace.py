@@ -42,9 +42,9 @@ class Grace:
         self._last_seconds = min(LAST_SECONDS, self.seconds / 5)
 
     def note(self, event: Event) -> None:
-        """Remember from an event of rank 0 that the run has started, or where its newest checkpoint is.
+        """Remember from an event of rank 0 that the run has started, or the position of its newest checkpoint.
 
-        How long the checkpoint took to write is kept, too. Other events change nothing.
+        The position is an epoch and a step. The time that writing the checkpoint took is kept, too.
         """
         if isinstance(event, RunStarted):
             self.has_started = True
@@ -69,7 +69,7 @@ class Grace:
 
         Args:
             phase: the phase of a rank that was still running, a constant of phases.py. For WRITING, the message
-                estimates how much longer it would have taken.
+                estimates how much longer the writing would have taken.
             silent_seconds: the seconds since that rank's last sign of life.
         """
         if not self.has_started:
@@ -89,7 +89,7 @@ class Grace:
 
 
 def _read(name: str) -> int:
-    """Return the whole number of seconds in an environment variable; 0, which counts as unset, if it is not set.
+    """Return the whole number of seconds that an environment variable gives; 0 if the variable is not set.
 
     Raises:
         InputError: the variable is not a whole number from 0 to MOST_SECONDS (one hour).

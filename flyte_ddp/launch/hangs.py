@@ -45,9 +45,9 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
     """Return a Failure of kind "hang" that names the ranks for which the others wait, with the stacks of all ranks.
 
     All ranks call the same collectives in the same order. So the culprits are the ranks that do not answer. If all
-    answer, they are the ranks that have reached the fewest collectives; if the GPU of some of these is still busy, only
-    those. If all ranks are equally far, all are named. The failure is recoverable. Its `rank` is the lowest of the
-    culprits, and its `others` are the rest.
+    answer, the culprits are the ranks that have reached the fewest collectives or, if some of these have a busy GPU,
+    only those with a busy GPU. If all ranks are equally far, all are culprits. The failure is recoverable. Its `rank`
+    is the lowest of the culprits, and its `others` are the rest.
 
     Args:
         answers: the answer of each rank, at least one. One whose `reached` is below 0 stands for a rank that has not
@@ -78,9 +78,8 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 def _details(answers: Mapping[int, Answer], hosts: Mapping[int, str]) -> str:
     """Format the host, last collective and stacks of each rank, in the order of the answers.
 
-    Ranks of one host with the same collective and the same stacks share one entry. The launcher can read a rank's
-    stacks even if the rank has not answered. If there are no stacks of such a rank either, a line says that it does not
-    answer.
+    Ranks of one host with the same collective and the same stacks share one entry. For a rank without an answer and
+    without stacks, a line says that the rank does not answer.
 
     Args:
         answers: the answer of each rank. A rank has not answered if `reached` is below 0.

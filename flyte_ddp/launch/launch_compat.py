@@ -21,9 +21,9 @@ from flyte_ddp.launch.hangs import Answer
 def locate_rank(local_rank: int) -> Answer:
     """Return how many collectives of all ranks this rank has reached, the last one's name, and whether its GPU is idle.
 
-    Collectives of smaller groups are not counted. Any thread may call this function, which is no collective and does
-    not import torch. The answer's stack and phase are left empty. Without torch or a process group, the number is 0.
-    The name is empty if torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0) or cannot be read.
+    Collectives of smaller groups are not counted. Any thread of any rank may call this function, which does not import
+    torch. The answer's stack and phase are left empty. Without torch or a process group, the number is 0. The name is
+    empty if torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0) or cannot be read.
 
     Args:
         local_rank: this rank's number on its host, from which its GPU's number follows.
@@ -47,7 +47,7 @@ def locate_rank(local_rank: int) -> Answer:
 def count_collectives() -> int:
     """Return how many collectives this rank has reached, in all of its process groups together; 0 without a group.
 
-    Any thread may call this function, even while torch is imported or the group is destroyed.
+    Any thread may call this function, even while another thread imports torch or destroys the group.
     """
     torch: Any = sys.modules.get("torch")
     with suppress(Exception):
@@ -60,10 +60,10 @@ def count_collectives() -> int:
 def run_exit_handlers() -> None:
     """Wait for this process's threads except daemons, call its exit handlers, and flush its open files.
 
-    Python does so at the end of a program. A rank ends by os._exit, which does nothing of that, but a script may still
-    write its checkpoint in a thread, or have left a file open. The files are found as objects that the garbage
-    collector knows. Errors of handlers and files are not raised.
+    Python does this at the end of a program, but not after os._exit, by which a rank ends. Errors of handlers and files
+    are not raised.
     """
+    # A script may still write its checkpoint in a thread, or have left a file open
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for one in gc.get_objects():
@@ -73,10 +73,10 @@ def run_exit_handlers() -> None:
 
 
 def _last_collective(torch: Any) -> str:
-    """Return the collective that this rank waits in, such as "gloo:all_reduce of Float [8]"; empty if none is recorded.
+    """Return a rank's current or last collective, such as "gloo:all_reduce of Float [8]"; "" if none is recorded.
 
-    The function reads torch's flight recorder. With NCCL, the record has only collectives that have not ended; the
-    first of them is returned. With gloo, the record also has ended collectives; the last one is returned.
+    The function reads torch's flight recorder. With NCCL, it returns the first collective that has not ended. With
+    gloo, it returns the last collective, which may have ended.
 
     Args:
         torch: the module torch, which this file does not import.
@@ -107,8 +107,7 @@ def read_stack(thread: int | None) -> str:
 def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
     """Let torch's elastic_launch restart failed ranks only if is_worth_it returns True; a context manager.
 
-    It holds for calls of elastic_launch within the block. The block replaces torch's agent class. (max_restarts alone
-    would also restart ranks after an error in the user's code, and torch 2.15 has no setting for that.)
+    Call elastic_launch within the block, which replaces torch's agent class.
 
     Args:
         is_worth_it: gets the ChildFailedError of a node's ranks, and returns whether to restart them.
@@ -116,6 +115,7 @@ def restarts_only(is_worth_it: Callable[[Any], bool]) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
 
+    # max_restarts alone would also restart ranks after an error in the user's code; torch 2.15 has no setting for that
     class Agent(api.LocalElasticAgent):  # type: ignore[name-defined]
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)

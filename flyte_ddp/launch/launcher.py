@@ -55,10 +55,13 @@ END_SECONDS = 10.0  # after SIGKILL, until a rank is abandoned: stuck in a drive
 
 
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
-    """Start the process that ranks are forked from, which imports these modules once for all, and return at once.
+    """Start the process that ranks are forked from, and return at once.
 
-    A second call does nothing, even with other modules. Where ranks are not forked (outside Linux), it never does
+    A second call does nothing, even with other modules. Outside Linux, where ranks are not forked, no call does
     anything.
+
+    Args:
+        preload: names of modules that this process imports once for all ranks.
     """
     if START_METHOD == "forkserver":
         # The forkserver must live as long as the ranks, which unblock these signals. They may be sent to the whole
@@ -83,10 +86,10 @@ def launch(
     root: str = "",
     first: int = 0,
 ) -> list[Any]:
-    """Run target(environment, link, argument) as every rank of a world that is on this host, and wait for the ranks.
+    """Run target(environment, link, argument) in a process for each rank on this host, and wait for the ranks.
 
-    When it returns or raises, all processes have ended, also those that ranks started, unless these are in a session of
-    their own. Meanwhile it handles the signals that ask to stop, if the calling thread is the main one.
+    When the call returns or raises, the ranks have ended, and so have all processes that they started, except those in
+    a session of their own. The call handles the signals that ask to stop, if its thread is the main one.
 
     Args:
         target: the function's name, "module:function". The ranks import the module; the parent doesn't, because that
@@ -95,29 +98,28 @@ def launch(
         argument: the object that each rank gets; it is pickled.
         timeouts: limits after which a silent rank counts as hung. A number of seconds is the limit for all phases.
         on_event: called in this thread for each event of rank 0, and for each line that any rank prints (Printed). On a
-            CPU with far more ranks than cores, a StartUp that says so comes first. What it raises ends the ranks, and
-            is raised here.
+            CPU with far more ranks than cores, a StartUp that says so comes first. What on_event raises ends the ranks,
+            and is raised here.
         preload: modules that are imported once for all ranks, if this is the first launch.
         root: a folder that comes first on the ranks' sys.path, such as UserCode.root.
         first: the number of the first rank on this host. Ranks first to first + world.local_size - 1 are started here.
 
     Returns:
-        The value that each rank of this host returned, by rank. Also after a signal, if all ranks have still come to
-        their end.
+        The value that each rank of this host returned, by rank; also after a signal, if all ranks still returned.
 
     Raises:
         RankError: A rank has failed or hangs. The error names the first rank that failed, or else the hung ranks that
             the others wait for. It is a RecoverableRankError if another attempt may succeed.
         InputError: A rank raised an InputError; or an environment variable that sets the grace is wrong.
-        PreemptedError: A SIGTERM or SIGHUP arrived here, or a SIGTERM at a rank. The ranks are asked to stop. Before
-            the first step they are killed at once, and afterwards when the grace is over (see grace.py). Where rank 0
-            is on another host, nobody here knows of the first step, so the ranks always have the grace.
+        PreemptedError: This process got a SIGTERM or SIGHUP, or a rank got a SIGTERM. The ranks are asked to stop.
+            Before the first step they are killed at once, and afterwards when the grace is over (see grace.py). If
+            rank 0 is on another host, the ranks always have the grace.
         KeyboardInterrupt: The user pressed Ctrl-C. The ranks end as after a SIGTERM, but a checkpoint that a rank
             writes as the grace ends is still finished. A second Ctrl-C ends the ranks at once, unless one of them
-            writes a checkpoint. A third one ends them even then, once the grace is over.
+            writes a checkpoint. A third Ctrl-C ends the ranks even then, once the grace is over.
     """
     grace = Grace(is_told=first == 0)
-    grace.has_started = first > 0  # rank 0 alone tells of it
+    grace.has_started = first > 0  # rank 0 alone tells of the first step
     warm_up(preload)
     threads = threads_per_rank(world.local_size)
     cores = available_cores()
@@ -239,10 +241,7 @@ class _Rank:
             self.line.send(what)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and to all that it has started.
-
-        If they have ended, nothing happens.
-        """
+        """Send a signal to the rank and to all processes that it has started, unless they have ended."""
         pid = self.process.pid or 0
         try:
             os.killpg(pid, number)
@@ -280,7 +279,7 @@ def _supervise(
     Raises:
         RankError: A rank has failed or hangs.
         InputError: A rank raised an InputError.
-        PreemptedError: A SIGTERM or SIGHUP arrived here, or a SIGTERM at a rank.
+        PreemptedError: This process got a SIGTERM or SIGHUP, or a rank got a SIGTERM.
         KeyboardInterrupt: The user pressed Ctrl-C.
     """
     noticed = math.inf
@@ -326,10 +325,10 @@ def _supervise(
 
 
 def _may_write_on(ranks: list[_Rank], signals: list[int]) -> bool:
-    """Return whether a rank that writes a checkpoint may finish it, though the grace is over.
+    """Return whether a rank is writing a checkpoint that it may finish, though the grace is over.
 
-    It may after Ctrl-C, because no platform ends this host then, unless the user has pressed it MOST_INTERRUPTS times,
-    or another signal has come, too.
+    It may after Ctrl-C, pressed fewer than MOST_INTERRUPTS times, without another signal: no platform then ends this
+    host.
     """
     is_user = {*signals} == {signal.SIGINT} and len(signals) < MOST_INTERRUPTS
     return is_user and any(rank.is_writing for rank in ranks)
@@ -352,8 +351,7 @@ def _error_of_stop(ranks: list[_Rank], signals: list[int], grace: Grace, until: 
         ranks: the ranks of this host.
         signals: the signals that this process got, in their order. They are empty if only a rank got a SIGTERM.
         grace: the grace, which also knows the position of the newest checkpoint, for the message.
-        until: the time of time.monotonic() up to which a checkpoint may be uploaded. This function does not wait: the
-            PreemptedError gets it as its `until`.
+        until: the `until` of a PreemptedError: the time of time.monotonic() up to which a checkpoint may be uploaded.
 
     Returns:
         A KeyboardInterrupt if the first signal was Ctrl-C. Otherwise a PreemptedError. If all ranks have ended, its
@@ -416,14 +414,12 @@ def _suspend(ranks: list[_Rank]) -> None:
 
 @contextmanager
 def _room_for_sockets() -> Iterator[None]:
-    """Make /tmp the folder of Python's temporary files in the block, if the usual path is too long for a socket.
+    """Make /tmp the folder of Python's temporary files, if the usual path is too long for a socket; a context manager.
 
-    It is a context manager. Nothing changes if /tmp is not writable. TMPDIR itself stays as it is.
-
-    multiprocessing chooses the folder of its sockets once in a process, and keeps it, so the block must be the first to
-    need a socket. The system allows about a hundred bytes for a socket's path, and a cluster's queue may set a long
-    TMPDIR. Python does the same from 3.14 on.
+    The change holds while the block runs. Nothing changes if /tmp is not writable. TMPDIR itself stays as it is.
+    multiprocessing keeps the folder that it chooses for its first socket, so this block must be the first to need one.
     """
+    # The system allows about a hundred bytes, and a cluster's queue may set a long TMPDIR. Python 3.14 does the same.
     chosen = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > MOST_BYTES and os.access("/tmp", os.W_OK | os.X_OK):
         tempfile.tempdir = "/tmp"
@@ -437,11 +433,12 @@ def _room_for_sockets() -> Iterator[None]:
 def _importable(root: str = "") -> Iterator[None]:
     """Put `root` and this package's parent folder first on sys.path while the block runs; a context manager.
 
-    An empty `root` is left out. Processes that the block starts do not import this process's main module again, as
-    multiprocessing would have them do: flytekit takes 2 s. A rank inherits sys.path as it is when the rank starts, even
-    if the rank is forked from another process. `pyflyte run` has the project root on sys.path only while it loads the
-    workflow.
+    An empty `root` is left out. Ranks that the block starts inherit this sys.path, even if they are forked from another
+    process. Processes that the block starts do not import this process's main module, as multiprocessing would have
+    them do.
     """
+    # The main module may import flytekit, which takes 2 s. `pyflyte run` has the project root on sys.path only while it
+    # loads the workflow.
     main = sys.modules["__main__"]
     library = str(Path(flyte_ddp.__path__[0]).parent)
     folders = [root, library] if root else [library]

@@ -17,7 +17,7 @@ ROOT = Path("/")
 def cpu_limit(root: Path = ROOT) -> float:
     """Return how many CPUs' time the container may use, such as 1.5, from its control groups; inf if there is no limit.
 
-    If several groups have limits, the lowest counts. The set of allowed cores is not looked at.
+    If several groups have limits, the lowest counts. The set of allowed cores is ignored.
 
     Args:
         root: the folder that has proc and sys.
@@ -63,8 +63,7 @@ def peak_memory() -> int:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups for "cpu" or "memory", each before its parents.
 
-    Some of the folders may not exist. A container often sees its own group as the root of the file system, but under
-    the path that the group has on the host.
+    Some of the folders may not exist, because a container often does not see the path that its group has on the host.
 
     Args:
         controller: "cpu" or "memory".

@@ -81,14 +81,14 @@ class ParentLink(Link):
         """Pickle (kind, content), and send it to the parent after all earlier messages. Any thread may call the method.
 
         The call waits while the pipe is full. If another call is sending at this moment, this call queues its message
-        and returns at once; the other call then sends the message. (Both calls may be in the same thread: a finalizer
-        may print while the thread sends.) If the parent is gone, the call never returns, because listen() kills this
-        rank.
+        and returns at once; the other call then sends the message. If the parent is gone, the call never returns,
+        because listen() kills this rank.
 
         Args:
             kind: what the message is, such as "event" or "done".
             content: any object that can be pickled.
         """
+        # The other call may be in the same thread: a finalizer may print while the thread sends
         self._waiting.append(pickle.dumps((kind, content)))
         while self._waiting and self._lock.acquire(blocking=False):
             try:
@@ -102,10 +102,7 @@ class ParentLink(Link):
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        """Send the waiting messages, oldest first, or wait for ever if the parent is gone.
-
-        Only the holder of the lock calls it.
-        """
+        """Send the waiting messages, oldest first, or wait for ever if the parent is gone. The caller has the lock."""
         try:
             while self._waiting:
                 message = self._waiting.popleft()
@@ -116,10 +113,10 @@ class ParentLink(Link):
             threading.Event().wait()
 
     def listen(self, private: str) -> None:
-        """Serve the parent's requests until the parent is gone, then kill this rank and all that it has started.
+        """Serve the parent's requests until the parent is gone, then kill this rank and the processes that it started.
 
-        A thread of the rank runs this method, which never returns. To "locate" it sends an answer, which says how many
-        collectives the rank has reached. Any other request ("stop") sets stop_requested to True.
+        A thread of the rank runs this method, which never returns. To the request "locate", it sends an Answer, which
+        says where the rank is. Any other request ("stop") sets stop_requested to True.
 
         Args:
             private: the parent's temporary folder, which this method removes when the parent is gone.

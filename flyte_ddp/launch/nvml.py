@@ -51,7 +51,8 @@ def open_nvml() -> Iterator[Any]:
 def handles(nvml: Any) -> Iterator[tuple[int, Any]]:
     """Yield a pair of NVML's index and handle for each GPU that this process may open.
 
-    A container may not open the GPUs of others. Other errors of NVML are raised.
+    GPUs for which NVML denies permission, such as those of other containers, are left out. NVML's other errors are
+    raised.
     """
     for index in range(nvml.nvmlDeviceGetCount()):
         try:

@@ -86,10 +86,10 @@ def capture_lines(out: Callable[[str], None], err: Callable[[str], None]) -> Ite
 
 
 def own_lock_of_tqdm() -> None:
-    """Give tqdm's progress bars a lock of this process, if the user's code has imported tqdm.
+    """Replace the lock of tqdm's progress bars by a lock of threads, if the user's code has imported tqdm.
 
-    Their own lock is a semaphore of the operating system, which would outlive the rank. Call it after each import of
-    the user's code.
+    tqdm's own lock is a semaphore of the operating system, which would outlive the rank. Call this function after each
+    import of the user's code.
     """
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.set_lock(threading.RLock())

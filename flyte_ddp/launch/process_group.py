@@ -32,16 +32,15 @@ def process_group(
 ) -> Iterator[torch.device]:
     """Create torch's default process group while the block runs, and yield this rank's device; a context manager.
 
-    All ranks enter the block together. On a GPU, the device becomes torch's current one. The group is destroyed at the
-    end of the block. If the block raises, the group stays as it is, because the process most often ends. A script of
-    torchrun may go on: the next block then destroys the group first.
+    All ranks must enter the block. On a GPU, the device becomes torch's current one. The end of the block destroys the
+    group. If the block raises, the group stays until this process enters the next such block.
 
     A collective times out BEYOND_SECONDS after the longest of the timeouts. Before that, the launcher ends the ranks.
 
     Args:
         environment: this rank's environment.
         timeouts: the timeouts by phase, the run's options that have them, or one number of seconds for all phases.
-        store: the store that meet() has returned. None calls meet() here.
+        store: the store that meet() has returned; None to call meet() here.
 
     Raises:
         InputError: The backend is gloo, and GLOO_SOCKET_IFNAME names a network interface that this host does not have.
@@ -50,7 +49,7 @@ def process_group(
     global _left
     if _left is not None and _left is distributed.group.WORLD:
         _left = None
-        distributed.destroy_process_group()
+        distributed.destroy_process_group()  # a script of torchrun may go on after an error
     device = torch.device(environment.world.device)
     if device.type == "cuda":
         device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
@@ -115,9 +114,9 @@ def _off_network(world: World) -> AbstractContextManager[None]:
 def meet(environment: Environment, timeouts: Timeouts) -> Store:
     """Return a new torch store that all ranks share, through which they then set up one process group.
 
-    All ranks must call this function, equally often and in the same order. A rank may wait here for the others. If a
-    rank does not come in time, torch raises an error, here or when the store is used. The time is the timeout for a
-    start plus BEYOND_SECONDS.
+    All ranks must call this function, equally often and in the same order. The call may wait for the other ranks. If a
+    rank does not come within the timeout for a start plus BEYOND_SECONDS, torch raises an error, in this call or when
+    the store is used.
 
     Args:
         environment: this rank's environment.

@@ -50,11 +50,11 @@ def serve(
 ) -> None:
     """Run a rank: call the target, send its value or failure to the parent, and end this process with status 0.
 
-    This function never returns, and exit handlers are not called. The last message is ("done", value), ("stopped", why)
-    after StopRequested, or ("failed", Failure), whatever the target raises. Heartbeats, events and printed lines come
-    before it. When the parent is gone, the process ends at once. The process leads a new process group, ignores SIGINT,
-    and takes SIGTERM as a request to stop. After SIGUSR1 it writes its stacks to the file stack-RANK in `private`.
-    Under Linux, processes that it starts by multiprocessing are forked.
+    This function never returns, and exit handlers are not called. Heartbeats, events and printed lines are sent first.
+    The last message is ("done", value), ("stopped", why) if the target raises StopRequested, or ("failed", Failure) if
+    it raises anything else. When the parent is gone, the process ends at once. The process leads a new process group,
+    ignores SIGINT, and takes SIGTERM as a request to stop. After SIGUSR1 it writes its stacks to the file stack-RANK in
+    `private`. Under Linux, processes that it starts by multiprocessing are forked.
 
     Args:
         connection: the pipe to the parent.
@@ -62,9 +62,9 @@ def serve(
         target: "module:function", which is called with the environment, the link to the parent, and the argument.
         argument: the target's argument.
         private: a folder of this launch.
-        variables: the parent's environment variables, which replace those of this process. A fork server starts the
-            ranks, and still has the variables of the parent's first launch.
+        variables: the parent's environment variables, which replace those of this process.
     """
+    # The fork server, which starts the ranks, still has the variables of the parent's first launch
     for name in os.environ.keys() - variables.keys() - SET_FOR_RANKS:
         del os.environ[name]
     os.environ.update(variables)

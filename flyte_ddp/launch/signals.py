@@ -13,15 +13,15 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, the end
 def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
     """Yield a list for a with statement; each SIGINT, SIGTERM or SIGHUP that arrives in the block is appended to it.
 
-    A second Ctrl-C raises KeyboardInterrupt in the block, wherever that is. The other signals never do: they may come
-    several times, forwarded by a parent and sent to the group. In another thread than the main one the list stays
-    empty.
+    A second Ctrl-C raises KeyboardInterrupt in the block. The other signals never raise. Outside the main thread, the
+    list stays empty.
 
     Args:
-        is_writing: returns whether a checkpoint is being written; while it is, a second Ctrl-C is only appended.
+        is_writing: returns whether a checkpoint is being written. If so, a second Ctrl-C is only appended.
     """
     received: list[int] = []
 
+    # The other signals may come several times, forwarded by a parent and sent to the group
     def note(signum: int, _: Any) -> None:
         if signum == signal.SIGINT in received and not is_writing():
             raise KeyboardInterrupt
@@ -35,8 +35,8 @@ def stop_requests(is_writing: Callable[[], bool] = lambda: False) -> Iterator[li
 def finishing() -> Iterator[Callable[[], None]]:
     """Yield a function for a with statement. Once it is called, SIGTERM and SIGHUP do nothing until the block ends.
 
-    A task calls the function before it launches its ranks, so that it can upload what they have left. While the ranks
-    run, the launcher handles these signals.
+    A task calls the yielded function before it launches its ranks, so that these signals do not interrupt the upload of
+    what the ranks have left. While the ranks run, the launcher handles the signals.
     """
     with ExitStack() as stack:
         yield lambda: stack.enter_context(on_signals([signal.SIGTERM, signal.SIGHUP], lambda *_: None))
@@ -50,8 +50,8 @@ def on_signals(
 
     With the handler SIG_DFL, the signals have their default effect, such as the end of the process.
 
-    A signal that is ignored, as SIGHUP is under nohup, stays ignored, except SIGINT. In another thread than the main
-    one nothing changes.
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored, except SIGINT. Outside the main thread, nothing
+    changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals only to the main thread

@@ -45,10 +45,10 @@ def under_watchdog(
     timeouts: Timeouts,
     stop_signals: Sequence[signal.Signals] = (),
 ) -> Value:
-    """Wait for all ranks, run work(store) in a thread of its own, and return its value, unless this rank hangs.
+    """Wait for all ranks, run work(store) in a thread of its own, and return its value, unless a rank hangs.
 
-    Every rank that torchrun or a cluster has started calls it, in its main thread. After a hang, or a PreemptedError,
-    work's thread is left behind, and the process, whenever it ends, has exit status 1 and does not wait for the thread.
+    Every rank that torchrun or a cluster has started calls this function, in its main thread. After a hang, or a
+    PreemptedError, work's thread is left behind: the process later ends with status 1, without waiting for the thread.
 
     Args:
         work: gets a store for the process group of all ranks.
@@ -56,18 +56,19 @@ def under_watchdog(
         environment: this rank.
         timeouts: how long a rank may go without a sign of life, by phase.
         stop_signals: signals that ask the rank to stop, once all ranks have met. Until then such a signal ends the
-            process, because Python could not handle it. The handlers stay after the call.
+            process. The handlers stay after the call.
 
     Raises:
         RankError: this rank has lost another one, or a rank has been silent for too long. The message names the ranks
             that do not answer, or for which the others wait. The error is a RecoverableRankError if another attempt may
-            succeed. Or work has raised something that is no Exception, such as SystemExit, which the message names.
+            succeed. A RankError also replaces what work raises if that is no Exception, such as SystemExit.
         PreemptedError: this rank was asked to stop, but work goes on. The error comes at once before the first step,
             else when the grace ends: the time that the platform gives after a SIGTERM.
         Exception: whatever else work raises, such as StopRequested, or what torch raises if a rank does not come in
             time.
     """
-    with on_signals(stop_signals, signal.SIG_DFL):  # the caller may have handlers that do nothing
+    # The caller may have handlers that do nothing, and Python could not call a handler while meet() waits
+    with on_signals(stop_signals, signal.SIG_DFL):
         store = meet(environment, timeouts)
     value = futures.Future[Value]()
     for number in stop_signals:
