@@ -15,8 +15,8 @@ from torch import Tensor, nn
 def add_module_versions(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return the weights as a new state dict for model.load_state_dict(), with the versions of the network's modules.
 
-    Neither argument is changed. Files of weights have no versions. Without one, a module such as torchvision's MNASNet
-    takes its weights for those of an earlier release.
+    Neither argument is changed. Files of weights have no versions. Without a version, a module such as torchvision's
+    MNASNet takes its weights for those of an earlier release.
     """
     versioned = model.state_dict()
     versioned.clear()

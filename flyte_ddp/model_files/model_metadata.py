@@ -116,8 +116,8 @@ def import_class(name: str, base: type[Kind], what: str) -> type[Kind]:
 def read_metadata(weights: str | Path) -> ModelMetadata | None:
     """Return the metadata in a file of weights, in the format of torch.save or safetensors; None if there are none.
 
-    It is also None if the metadata are of another format than this version's, and if the file is damaged or not there.
-    Nothing is raised: who loads the weights will meet the error.
+    The result is also None if the metadata are of another format than this version's, or if the file is damaged or not
+    there. Nothing is raised.
     """
     try:
         text = _header(weights) if is_safetensors(weights) else _entry(weights)

@@ -17,9 +17,9 @@ REMEDY = "write it anew with save_pretrained"
 def check_pretrained(folder: Path) -> None:
     """Raise InputError unless a folder has a whole pretrained model: configuration, safetensors files and their index.
 
-    The headers and lengths of the safetensors files are read, to notice a file that was cut off, but not the weights. A
-    file of a numbered series needs an index, and every weight in an index must be in its file. Raises OSError if a file
-    cannot be read.
+    The function reads the headers and lengths of the safetensors files, to notice a file that was cut off, but not the
+    weights. Only files of a numbered series need an index. Every weight in an index must be in its file. Raises OSError
+    if a file cannot be read.
     """
     configs = [folder / name for name in CONFIGS if (folder / name).is_file()]
     if not configs:

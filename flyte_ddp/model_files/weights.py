@@ -85,7 +85,7 @@ def is_cut_short(path: str | Path) -> bool:
 
 
 def first_names(weights: Mapping[Name, Tensor]) -> dict[Name, Name]:
-    """Map each name to the first of the names that have the same tensor, which for weights that are not tied is itself.
+    """Return, for each name, the first name of the same tensor: the name itself if the weight is not tied.
 
     Two names have the same tensor if device, address, dtype, shape and stride are equal. Empty tensors are never tied.
     """
@@ -105,10 +105,10 @@ def copy_to_host(weights: Mapping[Name, Tensor], room: dict[Name, Tensor] | None
 
     Args:
         weights: the weights by name.
-        room: memory for the copies, as a dict of tensors by name, which is changed: pass an empty dict at first, and
-            the same dict in later calls. The returned copies are its tensors, so the next call overwrites them, or
-            replaces those whose shape or dtype does not fit. Copies of weights on a GPU are page-locked, which makes
-            copying about ten times as fast. With None, all copies are new and in ordinary memory.
+        room: tensors by name, whose memory the copies reuse: pass an empty dict first, and the same dict in later
+            calls. This function adds tensors to the dict, and replaces those whose shape or dtype does not fit. The
+            next call overwrites the returned copies. Copies of weights on a GPU are page-locked, which makes copying
+            about ten times as fast. With None, all copies are new and in ordinary memory.
     """
     firsts = first_names(weights)
     is_kept = room is not None

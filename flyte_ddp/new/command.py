@@ -53,7 +53,7 @@ TEMPLATE_NAME = "my_project"
 
 
 def write_project(folder: Path, library: str, flyte2: bool = False) -> None:
-    """Write a new project from the template into a new folder. If that fails, there is no folder.
+    """Write a new project from the template into a new folder. A failure leaves no folder.
 
     Args:
         folder: the new folder, whose name becomes that of the project's package.
@@ -86,7 +86,7 @@ def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path,
     Args:
         name: the package's name, which replaces the template's in paths and texts.
         library: the requirement for this library, which goes into pyproject.toml.
-        flyte2: whether to take the files for Flyte 2, where the template has its own for that.
+        flyte2: whether the project is for Flyte 2, for which some files differ.
     """
     for common in sorted(TEMPLATE.rglob("*")):
         if common.is_file() and common.suffix != ".pyc":  # pip compiles the template along with the library
@@ -102,9 +102,10 @@ def project_files(name: str, library: str, flyte2: bool) -> Iterator[tuple[Path,
 def check_name(name: str) -> None:
     """Raise InputError for a name that a new project cannot have.
 
-    It must be a Python package name of at most 100 lower-case letters, digits and single underscores, which an image
-    and a distribution can also have. It must be no keyword, and not the name of an installed or standard package.
+    The name must be a Python package name of at most 100 lower-case letters, digits and single underscores. It must be
+    no keyword, and not the name of an installed or standard package.
     """
+    # An image and a distribution can have such a name, too
     if len(name) > 100 or not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise InputError(
             "NAME must be a Python package name of at most 100 lower-case letters, digits and single underscores, not "
