@@ -106,7 +106,7 @@ def promote_model(subject: Subject, model_state: File, place: str, options: Prom
         InputError: the place or the measure cannot be used, the candidate's measure or loss is not finite, or the
             promoted model has another recipe, or is for images of another kind.
         DownloadError: the weights cannot be downloaded.
-        ReportedError: what is promoted at the place is damaged or, as a RecoverableError, the storage fails.
+        ReportedError: what is promoted at the place is damaged. If the storage fails, it is a RecoverableError.
         RankError: the process that measures has failed.
     """
     model = downloaded(model_state)

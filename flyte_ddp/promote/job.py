@@ -66,7 +66,7 @@ class Verdict:
 
 
 def judge(candidate: Measured, current: Measured | None, options: PromotionOptions) -> Verdict:
-    """Decide whether the candidate is better than the promoted model, and return the verdict with both values.
+    """Decide whether the candidate is better than the promoted model, and return the verdict with both scores.
 
     The candidate wins if its measure is better by more than the margin. It also wins if there is no promoted model, or
     if the promoted model's measure or loss is not finite. The candidate's own loss must be finite even if another
@@ -75,7 +75,8 @@ def judge(candidate: Measured, current: Measured | None, options: PromotionOptio
     Args:
         candidate: the candidate's measures on the test split.
         current: the promoted model's measures, by the same recipe; None if there is no promoted model.
-        options: the margin, and the measure that decides; "" is the recipe's main measure. `better` may be "auto".
+        options: the margin; the measure that decides, "" for the recipe's main measure; and whether a higher or a
+            lower value is better, "auto" to ask the recipe.
 
     Raises:
         InputError: the measure is unknown, nothing says whether higher or lower is better, or the candidate's measure

@@ -208,8 +208,9 @@ class Place:
     def point(self, seen: Pointer, version: str, how: str) -> Pointer | None:
         """Promote a complete version, unless the pointer has changed since the caller read it.
 
-        In a folder, a lock makes this exact. In object storage, two promotions can both find the pointer unchanged. The
-        last write then wins, and the history lacks the other promotion, whose version stays in the place.
+        In a folder, a lock keeps other processes from writing meanwhile. In object storage, two promotions can both
+        find the pointer unchanged. The last write then wins, and the history lacks the other promotion, whose version
+        stays in the place.
 
         Args:
             seen: the pointer that the caller read.
@@ -298,7 +299,7 @@ class Place:
     def _locked(self) -> Iterator[None]:
         """Hold a lock on the place against other processes while the block runs; a context manager.
 
-        It waits without a limit while another process has the lock. In object storage nothing is locked. Raises
+        The call waits without a limit while another process has the lock. In object storage nothing is locked. Raises
         InputError or RecoverableError if the lock's file cannot be created.
         """
         if self._in_storage:

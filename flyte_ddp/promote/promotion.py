@@ -110,7 +110,7 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
     If another process promotes a model in the meantime, the candidate is compared again, with that model. If an earlier
     attempt of this run has already promoted the candidate, nothing is promoted again; only the comparison is repeated,
     for the report. The function also writes a page and prints the outcome. If options.registered_model is set, a
-    promoted candidate is registered in MLflow; a failure of that is only printed.
+    promoted candidate is registered in MLflow; if this fails, a warning is printed.
 
     Args:
         platform: the platform.
@@ -126,7 +126,7 @@ def promote(platform: Platform, subject: Subject, model: Path, place: Place, opt
     Raises:
         InputError: the measure is unknown, the candidate's measure or loss is not finite, the promoted model has
             another recipe, or is for images of another kind, or the place cannot be used.
-        ReportedError: the promoted version or current.json is damaged, or, as a RecoverableError, the storage fails.
+        ReportedError: the promoted version or current.json is damaged. If the storage fails, it is a RecoverableError.
         RankError: the process that measures has failed. On a cluster, all of these are raised as the platform's errors.
     """
     digest = content_digest(model)
@@ -172,10 +172,10 @@ def roll_back(place: Place, version: str) -> Pointer:
 
     A current.json that is damaged or missing is replaced by a new one, without the history. If this version, or the
     version that was promoted before, was promoted with a name for MLflow, the registered model's alias moves to this
-    version. A version without an entry in MLflow then gets one. If MLflow fails, a warning is printed.
+    version. If this version has no entry in MLflow, it then gets one. If MLflow fails, a warning is printed.
 
     Args:
-        place: the place.
+        place: the place of the promoted models.
         version: the name of a version in the place.
 
     Raises:
@@ -212,8 +212,8 @@ def roll_back_or_show(platform: Platform, place: str, version: str) -> tuple[str
     Raises:
         InputError: there is no such version, or the place cannot be used. (A place that does not exist yet has no
             history, which is no error.)
-        ReportedError: the version, or without a version current.json, is damaged; or, as a RecoverableError, the
-            storage fails. On a cluster, the errors are raised as the platform's.
+        ReportedError: the version to roll back to is damaged, or current.json if the history is shown. If the storage
+            fails, it is a RecoverableError. On a cluster, the errors are raised as the platform's.
     """
     with run_folder(platform, "roll-back") as folder:
         models = open_place(platform, place)
@@ -233,8 +233,8 @@ def measure_both(
     Args:
         subject: the candidate's training.
         model: the candidate's weights.
-        place: the place that has the version.
-        against: the name of the version; "" if there is none, and only the candidate is measured.
+        place: the place of the promoted models.
+        against: the name of the version; "" to measure only the candidate.
         copy: the file that the version's weights are copied to.
         options: the options, with the time limit.
 
@@ -244,8 +244,8 @@ def measure_both(
     Raises:
         InputError: the version has another recipe, is for images of another kind, or does not fit its network; the
             candidate's weights cannot be used; or the place cannot be read.
-        ReportedError: the version is damaged, or this code does not know its settings; or, as a RecoverableError, the
-            storage fails.
+        ReportedError: the version is damaged, or this code does not know its settings. If the storage fails, it is a
+            RecoverableError.
         RankError: the process has failed, or was silent for options.timeout_seconds.
     """
     jobs = {"Candidate": make_job(subject, model_path=model)}
@@ -263,8 +263,8 @@ def load_settings(subject: Subject, place: Place, version: str, facts: dict[str,
 
     Args:
         subject: the candidate's training.
-        place: the place, for messages.
-        version: the name of the promoted version, for messages.
+        place: the place of the promoted models, for messages.
+        version: the name of the version, for messages.
         facts: the content of the version's version.json.
 
     Raises:
@@ -289,7 +289,7 @@ def load_settings(subject: Subject, place: Place, version: str, facts: dict[str,
 def describe_promotion(subject: Subject, verdict: Verdict, against: str) -> dict[str, Any]:
     """Return most of the content of version.json: time, settings, dataset, code, measure, scores and margin.
 
-    The caller adds the hash, the run, the metadata and the registered model.
+    The caller adds the weights' hash, the run, the hash of the metadata and the registered model.
 
     Args:
         subject: the candidate's training.

@@ -21,9 +21,9 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
     """Measure the jobs' models on the test split, in float32, and return their measures in the order of the jobs.
 
     A process of its own runs the function, by run_alone, on a CPU or a GPU. The first job is that of the candidate, the
-    model that may be promoted. Its recipe loads the samples and computes the measures of every model, so a change of
-    the recipe since the last promotion affects all models alike. Each other job's own recipe builds its network and
-    computes its outputs.
+    model that may be promoted. The candidate's recipe loads the samples and computes the measures of every model, so a
+    change of the recipe since the last promotion affects all models alike. Each model's own recipe builds the network
+    and computes the outputs.
 
     Args:
         environment: this process, which computes alone.

@@ -25,9 +25,8 @@ SECONDS = 30.0  # the time limit for all requests together
 def register(place: Place, version: str, name: str) -> str:
     """Register a promoted version in MLflow, and set the registered model's alias to it if it is still promoted.
 
-    Errors are not raised, because the promotion stands. A failure, or no answer within SECONDS, is printed as a
-    warning. After these seconds the requests go on in the background, so the version may be registered later all the
-    same.
+    Errors are not raised. A failure, or no answer within SECONDS, is printed as a warning. After these seconds the
+    requests go on in the background, so the version may still be registered later.
 
     Args:
         place: the place of the promoted models.
@@ -71,7 +70,7 @@ def register(place: Place, version: str, name: str) -> str:
 def _register(place: Place, version: str, name: str) -> tuple[str, str]:
     """Find or create the entry of a version in MLflow's registry, and set the registered model's alias.
 
-    A registered model that does not exist is created first.
+    A registered model that does not exist is created first. The alias is set to the version that is promoted now.
 
     Args:
         place: the place of the promoted models.
@@ -110,8 +109,8 @@ def _find(client: Any, place: Place, name: str, version: str) -> Any:
 def _set_alias(client: Any, place: Place, name: str) -> str:
     """Set the registered model's alias "champion" to the entry of the version that is promoted now.
 
-    Another version may be promoted meanwhile, so the place is read again afterwards, until it has not changed. If the
-    promoted version has no entry yet, the alias stays as it is: that version's own promotion sets it.
+    If another version is promoted meanwhile, the alias is set again. If the promoted version has no entry yet, the
+    alias stays as it is: that version's own promotion sets it.
 
     Returns:
         The version that is promoted now. Errors of MLflow and the place are raised as they are.

@@ -108,8 +108,8 @@ def check_promotion(
     Raises:
         InputError: an input is wrong: the place cannot be read or written to, or the weights are not those of a
             built-in classifier on a built-in dataset.
-        ReportedError: the place's current.json is damaged or, as a RecoverableError, the storage fails. On a cluster,
-            the errors are raised as the platform's.
+        ReportedError: the place's current.json is damaged. If the storage fails, it is a RecoverableError. On a
+            cluster, the errors are raised as the platform's.
     """
     known = classifier_metadata(model_state)
     target = writable_place(platform, place).root
@@ -150,7 +150,7 @@ def promote_model(
     Raises:
         InputError: the place or the measure cannot be used, the candidate's measure or loss is not finite, or the
             promoted model has another recipe, or is for images of another kind.
-        ReportedError: what is promoted at the place is damaged or, as a RecoverableError, the storage fails.
+        ReportedError: what is promoted at the place is damaged. If the storage fails, it is a RecoverableError.
         RankError: the process that measures has failed.
     """
     promotion = promote(platform, subject, Path(model_state.download()), Place(platform, place), options)
