@@ -52,7 +52,7 @@ def find_settings_class(recipe: str, name: str | None) -> type[TrainingSettings]
 
     Args:
         recipe: the recipe's name, "package.module:Name".
-        name: the settings class, as "package.module:Name". None stands for the class Settings of the module settings
+        name: the settings class, as "package.module:Name". None stands for the class Settings of a module "settings"
             beside the recipe's module, or for TrainingSettings if there is no such module.
 
     Raises:
@@ -88,7 +88,7 @@ class RecipeCommand(click.Command):
 def make_command(recipe: str, kind: type[TrainingSettings]) -> click.Command:
     """Return a command that trains the recipe, with an option for each field of the settings and of RunOptions.
 
-    RunOptions.resume_from has none. The command's own options are --data, --init and --output.
+    RunOptions.resume_from has no option. The command's own options are --data, --init and --output.
 
     Args:
         recipe: the recipe's name, "package.module:Name".
@@ -144,11 +144,11 @@ def make_option(field: "dataclasses.Field[Any]", said: str) -> click.Option:
     """Return the command-line option for a field of the settings or options.
 
     An option that the user leaves out has the value None. If the field is a string, a given value is taken as it is.
-    Any other value is parsed as JSON; true and false of a bool may be in upper or lower case. The type of the parsed
-    value is not checked here, since the settings check it. A field without a default is a required option.
+    Any other value is parsed as JSON; true and false of a bool may be in upper or lower case. The option does not check
+    the type of the parsed value. A field without a default is a required option.
 
-    This function itself raises nothing. Later, while click parses the command line, the option raises InputError if the
-    given value is not JSON, or if an object in it has a name twice.
+    While click parses the command line, the option raises InputError if the given value is not JSON, or if an object in
+    it has a name twice.
 
     Args:
         field: the field.

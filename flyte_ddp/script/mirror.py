@@ -87,11 +87,11 @@ class CheckpointMirror:
         self._emit: Callable[[Event], None] = lambda event: None
 
     def restore(self) -> None:
-        """Download to the folder of checkpoints what the manifest on this machine names, and delete all other files.
+        """Download to the folder of checkpoints what the manifest on this machine names, and delete its other files.
 
-        The method also sets `step` and `figures` to those in the manifest. Files that are there already in the right
-        version are kept. Nothing is done without a manifest, or in a local run whose folder has files from an earlier
-        run. Call it before each start of the ranks.
+        The method also sets `step` and `figures` to those in the manifest. Files that the folder already has in the
+        right version are kept. Nothing is done without a manifest, or in a local run whose folder has files from an
+        earlier run. Call this method before each start of the ranks.
 
         Raises:
             InputError: the manifest, which resume_from may name, is not that of a script; or a file that it names is
@@ -124,11 +124,11 @@ class CheckpointMirror:
             say(f"Files of the script's checkpoints that were restored: {len(wanted)}")
 
     def _fill(self, folder: Path, wanted: Mapping[str, Copy]) -> None:
-        """Restore the files that are not in the folder yet, with their times of change and those of their folders.
+        """Restore the files and links that the folder lacks, and the times of change of all files and folders.
 
         Args:
             folder: the folder to fill. It has no files but wanted ones.
-            wanted: the copies to restore, by relative path.
+            wanted: the copies that the folder is to have, by relative path.
 
         Raises:
             InputError: a file in the storage was removed or replaced.
@@ -198,18 +198,18 @@ class CheckpointMirror:
 
     @contextmanager
     def following(self, emit: Callable[[Event], None], whole_until: Callable[[bool], float]) -> Iterator[None]:
-        """Upload checkpoints in a thread while the block runs, and once more at its end, even if it raises.
+        """Upload checkpoints in a thread while the block runs, and once more when it ends or raises; a context manager.
 
-        A context manager. An entry, which is a file or folder at the top of the checkpoints, is uploaded when it has
-        been quiet for QUIET_SECONDS. Without a storage nothing is uploaded. An upload that fails prints a warning, and
-        is tried again. The end of the block waits for the last upload: after a PreemptedError only until the grace of
-        the platform ends, with a warning if that is too short. Errors of the block are raised unchanged.
+        An entry, which is a file or folder at the top of the checkpoints, is uploaded when it has been quiet for
+        QUIET_SECONDS. Without a storage nothing is uploaded. An upload that fails prints a warning, and is tried again.
+        The end of the block waits for the last upload. After a PreemptedError, it waits only until the grace of the
+        platform ends, and prints a warning if that is too short. Errors of the block are raised unchanged.
 
         Args:
             emit: gets a CheckpointWritten after each new manifest, from the thread.
-            whole_until: is called after the block, and gets whether the ranks were asked to stop. It returns a time in
-                nanoseconds since 1970. Entries that have last changed before this time are complete, so the last upload
-                includes them even if they are not quiet.
+            whole_until: is called after the block with a bool, whether the ranks were asked to stop. It returns a time
+                in nanoseconds since 1970. Entries that have last changed before this time are complete, so the last
+                upload includes them even if they are not quiet.
         """
         if self._storage is None:
             yield
@@ -259,10 +259,10 @@ class CheckpointMirror:
 
         Args:
             whole_until: a time in nanoseconds since 1970. Entries that have last changed before it count as quiet. With
-                math.inf all do, and deleted entries leave the manifest, unless no entry is left.
+                math.inf all entries do, and deleted entries leave the manifest, unless no entry is left.
 
         Raises:
-            OSError: the storage fails, or has not taken an entry. All entries that have changed earlier are uploaded.
+            OSError: the storage fails, or has not taken an entry. Entries that changed before this one are uploaded.
         """
         now = self._now()
         started = time.time()
@@ -321,9 +321,9 @@ class CheckpointMirror:
                 )
 
     def _put_entry(self, entry: str, files: Mapping[str, Version]) -> dict[str, Copy] | None:
-        """Upload the files of an entry that the storage lacks. Links are not uploaded.
+        """Upload those files of an entry that the storage lacks. Links are not uploaded.
 
-        The files get second names outside the folder first, so that they stay until they are uploaded.
+        Hard links outside the folder, or copies, keep the files until they are uploaded.
 
         Args:
             entry: a file or folder at the top of the checkpoints.
@@ -362,7 +362,7 @@ class CheckpointMirror:
         return copies if self._scan().get(entry, {}).items() <= files.items() else None
 
     def _move_manifest(self, copies: dict[str, dict[str, Copy]], step: int) -> None:
-        """Write a new manifest of these copies to the storage, and then to this machine, in place of the ones before.
+        """Write a new manifest of these copies to the storage, then to this machine, in place of the manifests before.
 
         Names of objects that the new manifest does not need may then be used again for other uploads.
 

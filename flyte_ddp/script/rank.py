@@ -35,12 +35,12 @@ class ScriptStopped(StopRequested):
 
 
 def run(environment: Environment, link: ParentLink, job: ScriptJob) -> ScriptResult:
-    """Run the script as __main__ in this process, as one rank, and return its warnings and its peak memory.
+    """Run the script as __main__ in this process, as one rank, and return the script's warnings and peak memory.
 
-    The script makes its own process group. SIGTERM and SIGINT do what they do in any Python program. For the script the
-    function changes the working folder, the environment variables, sys.argv and sys.path of this process. Before it
-    returns or raises, it calls the script's exit handlers. If the script calls os._exit, the function sends its result
-    or failure to the launcher itself, and the process ends.
+    The script makes its own process group. SIGTERM and SIGINT do what they do in any Python program. The function
+    changes the working folder, the environment variables, sys.argv and sys.path of this process for the script. Before
+    the function returns or raises, it calls the script's exit handlers. If the script calls os._exit, the function
+    sends the result or failure to the launcher itself, and the process ends.
 
     Args:
         environment: this rank.
@@ -163,8 +163,8 @@ def fill_in(argument: str, values: dict[str, str]) -> str:
 def torchrun_variables(environment: Environment, job: ScriptJob) -> dict[str, str]:
     """Return the environment variables that torchrun would set for this rank, and two of this package.
 
-    The two are DDP_CHECKPOINT_DIR and DDP_EVENTS; DDP_EVENTS is /dev/null on all ranks but 0. On several nodes torchrun
-    has already set the address of the store and some others, which are then left out.
+    The two are DDP_CHECKPOINT_DIR and DDP_EVENTS; DDP_EVENTS is /dev/null on all ranks but 0. On several nodes, the
+    result lacks variables that torchrun has already set, such as the address of the store.
     """
     world = environment.world
     values: dict[str, Any] = {
@@ -196,8 +196,8 @@ def torchrun_variables(environment: Environment, job: ScriptJob) -> dict[str, st
 def run_as_main(path: str) -> None:
     """Run a Python file as the module __main__ of this process. What the file raises is raised here.
 
-    It stays the module __main__ afterwards, so that threads and exit handlers still find it. Loader workers that are
-    spawned import it by its path, as those of `python train.py` do.
+    The module stays __main__ afterwards, so that threads and exit handlers still find it. Loader workers that are
+    spawned import the file by its path, as those of `python train.py` do.
     """
     main = ModuleType("__main__")
     main.__file__ = path

@@ -112,9 +112,9 @@ class CommonScriptTraining(Training[Given, Outputs]):
     def run_as_rank(self, options: RunOptions = RunOptions(), arguments: Sequence[str] = ()) -> Outputs | None:  # type: ignore[override] # noqa: B008 frozen
         """Run the script on many nodes, in processes that the platform has started; all ranks call it.
 
-        The process of each node's first rank runs the script once for each rank of its node, and waits for its end. In
-        the processes of the other ranks, this method returns at once. Only the first node's checkpoints are mirrored to
-        the storage. Each node begins with a copy of these.
+        The process of each node's first rank runs the script once for each rank of its node, and waits for the ends of
+        all. In the processes of the other ranks, this method returns at once. Only the first node's checkpoints are
+        mirrored to the storage. Each node begins with a copy of these checkpoints.
 
         Args:
             options: how to run it. nproc has no effect.
@@ -247,7 +247,7 @@ class Ranks:
 
 
 def whole_until(ended: Path, size: int, is_stop: bool) -> float:
-    """Return the time before which all checkpoints that the ranks have written are complete.
+    """Return a time: all checkpoints that the ranks have last changed before it are complete.
 
     Args:
         ended: the folder in which each rank whose script has come to its own end leaves a file.
@@ -256,7 +256,7 @@ def whole_until(ended: Path, size: int, is_stop: bool) -> float:
 
     Returns:
         Nanoseconds since 1970. math.inf if all ranks have ended by themselves. After a request to stop, the time at
-        which rank 0 has ended, since other ranks may have been killed. Otherwise 0.0: no checkpoint is known to be
+        which rank 0 has ended, if it has: other ranks may have been killed. Otherwise 0.0: no checkpoint is known to be
         complete.
     """
     if len(os.listdir(ended)) == size:
