@@ -62,8 +62,8 @@ def try_out(entrant: Entrant, data: Dir, options: RunOptions) -> TrialResult:
     """Train one trial of a rung, a stage of the sweep, on the prepared dataset, and return its result.
 
     The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
-    the same result. A training whose loss is not finite returns a result that is a failure. Any other failure is
-    raised: Flyte would cache the result, and a full disk does not follow from the settings.
+    the same result. If a loss or another value is not finite, the result is a failure. Any other failure is raised, so
+    that Flyte does not cache it.
 
     Args:
         entrant: the trial: its settings as JSON, and its checkpoint.
@@ -105,7 +105,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
         The results of each rung's entrants, in their order.
 
     Raises:
-        FinalError: there is another rung to run, and all trials have failed, or have measures, but not the sweep's.
+        FinalError: there is another rung to run, and all trials have failed, or none has the sweep's measure.
     """
     settings = [dataclasses.asdict(one) for one in trials]
     slots = asyncio.Semaphore(sweep.concurrency)
@@ -128,7 +128,7 @@ async def run_rungs(sweep: Sweep, trials: Sequence[Hyperparameters], run: Try) -
 def compare(sweep: Sweep, trials: Sequence[Hyperparameters], rungs: Rungs, subject: str) -> SweepComparison:
     """Rank the trials by the sweep's measure, and write the table and the page.
 
-    Raises FinalError if all trials have failed, or have measures, but not the sweep's.
+    Raises FinalError if all trials have failed, or none has the sweep's measure.
     """
     with one_attempt():
         best = write_comparison(platform, sweep, [dataclasses.asdict(one) for one in trials], rungs, subject)

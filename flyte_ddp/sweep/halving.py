@@ -106,9 +106,9 @@ def plan_rungs(sweep: Sweep, trials: AllTrials) -> list[Rung]:
     """Return the rungs of the sweep, as many as the numbers of epochs and trials allow; one if no trials are cut.
 
     A rung is a stage of the sweep, after which only the best trials go on. With n rungs and a reduction factor f, the
-    first rung has all trials and stops after epochs / f^(n - 1). Each next one has an f-th of the trials and stops
-    after f times the epochs, all rounded down. The last one trains to the end, which is stop_after 0. The epochs are
-    those of the first trial; check_reduction_factor() refuses others.
+    first rung has all trials and stops after epochs / f^(n - 1). Each next rung has an f-th of the trials and stops
+    after f times the epochs, all rounded down. The last rung trains to the end (stop_after 0). If trials are cut, all
+    have the same number of epochs, as check_reduction_factor() checks.
     """
     factor = sweep.reduction_factor
     epochs = trials[0]["epochs"]
@@ -153,9 +153,9 @@ def classifier_trials(
     Call this function before anything is downloaded or spawned.
 
     Raises:
-        InputError: the sweep's measure is not the accuracy with the largest first, a value cannot be tried, the
-            reduction factor does not fit the trials, patience or keep_best is set without a validation split, or, in a
-            local run, this machine cannot run the ranks of a trial.
+        InputError: the sweep does not look for the largest accuracy, a value cannot be tried, the reduction factor does
+            not fit the trials, patience or keep_best is set without a validation split, or, in a local run, this
+            machine cannot run the ranks of a trial.
     """
     if (sweep.measure, sweep.largest) != ("accuracy", True):
         raise InputError(f"Sweep.measure must be accuracy for image classifiers, largest first, got {sweep.measure!r}")
@@ -180,8 +180,8 @@ def run_rungs(sweep: Sweep, trials: AllTrials, run: Callable[[Entrant], TrialRes
 
     Raises:
         ReportedError: all trials have failed, and there is another rung to run.
-        InputError: there is another rung to run, and the results so far have measures, but not the sweep's; or the
-            sweep looks for the largest value of a measure of which lower is better.
+        InputError: there is another rung to run, and the results so far have measures, but none has the sweep's; or
+            the sweep looks for the largest value of a measure of which lower is better.
     """
     rungs: Rungs = []
     for rung in plan_rungs(sweep, trials):
@@ -248,7 +248,7 @@ def choose_entrants(
 
     Raises:
         ReportedError: All trials have failed.
-        InputError: The results have measures, but not the sweep's; or the sweep looks for the largest value of a
+        InputError: The results have measures, but none has the sweep's; or the sweep looks for the largest value of a
             measure of which lower is better.
     """
     latest = latest_results(sweep, trials, rungs)
@@ -272,8 +272,8 @@ def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[Tri
             entrants.
 
     Raises:
-        InputError: there are results of several rungs, and those before the last have measures, but not the sweep's;
-            or the sweep looks for the largest value of a measure of which lower is better.
+        InputError: there are results of several rungs, and those before the last have measures, but none has the
+            sweep's; or the sweep looks for the largest value of a measure of which lower is better.
     """
     latest = [Ranked(number, settings, TrialResult()) for number, settings in enumerate(trials, 1)]
     for rung, results in zip(plan_rungs(sweep, trials), rungs, strict=False):
@@ -306,10 +306,10 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
     """Return the entrants of a rung, the best trials by their latest results, by number in ascending order.
 
     There are at most `rung.trials`, and none that has failed. A trial that was cut in an earlier rung takes part again
-    if too many others have failed. If rung.stop_after is not 0, it goes into the entrants' settings.
+    if too many others have failed. The entrants' settings get rung.stop_after, unless that is 0.
 
     Raises:
-        InputError: the results have measures, but not the sweep's; or the sweep looks for the largest value of a
+        InputError: the results have measures, but none has the sweep's; or the sweep looks for the largest value of a
             measure of which lower is better.
     """
     best = rank_trials(sweep, latest)[: rung.trials]
@@ -324,12 +324,13 @@ def _best_entrants(sweep: Sweep, rung: Rung, latest: Sequence[Ranked]) -> dict[i
 def rank_trials(sweep: Sweep, latest: Sequence[Ranked]) -> list[Ranked]:
     """Return the trials, as latest_results() returns them, in a new list from best to worst.
 
-    Failed trials come last. Trials that were not stopped early come first. The others follow by the number of epochs
-    after which they were stopped, the largest first. Trials that are equal in this are sorted by the sweep's measure;
-    those without a finite measure come after the others. Ties keep their order.
+    The trials are sorted by three keys; ties keep their order:
+    1. Failed trials come last.
+    2. Trials that were not stopped early come first, then those that were stopped after more epochs.
+    3. The sweep's measure decides. Trials without a finite measure come last.
 
     Raises:
-        InputError: the results have measures, but not the sweep's; or the sweep looks for the largest value of a
+        InputError: the results have measures, but none has the sweep's; or the sweep looks for the largest value of a
             measure of which the recipe says that lower is better.
     """
 

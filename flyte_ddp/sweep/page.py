@@ -53,9 +53,9 @@ def write_comparison(platform: Platform, sweep: Sweep, trials: AllTrials, rungs:
 
     Raises:
         ReportedError: all trials have failed.
-        InputError: the results have measures, but not the sweep's; the sweep looks for the largest value of a measure
-            of which lower is better; or the folder cannot be written to. On a cluster, the errors are raised as the
-            platform's.
+        InputError: the results have measures, but none has the sweep's; the sweep looks for the largest value of a
+            measure of which lower is better; or the folder cannot be written to. On a cluster, the errors are raised as
+            the platform's.
     """
     with run_folder(platform, f"sweep-{subject}") as folder:
         latest = latest_results(sweep, trials, rungs)

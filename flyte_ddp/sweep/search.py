@@ -67,16 +67,16 @@ class Range(Settings):
 
 
 def trials_of(sweep: Sweep, base: T) -> list[T]:
-    """Return the settings of each trial. Equal settings are listed once, and each call returns the same list.
+    """Return the settings of each trial. Equal settings are listed once. Equal arguments give the same list.
 
     Args:
         sweep: the values to try.
         base: the settings that the trials have in common.
 
     Raises:
-        InputError: a value is not valid for its setting; the sweep names a setting that must be the same for all trials
-            (dataset or validation_fraction), or none; a grid has more than MOST_TRIALS (200) trials; or the sweep looks
-            for the largest loss.
+        InputError: a value is not valid for its setting; the sweep names no setting, or one that must be the same for
+            all trials (dataset or validation_fraction); a grid has more than MOST_TRIALS (200) trials; or the sweep
+            looks for the largest loss.
     """
     if not sweep.values:
         raise InputError('Sweep.values must name what to try, as in {"learning_rate": [0.05, 0.1]}')
@@ -145,8 +145,8 @@ def _drawn(position: float, space: Any, whole: bool) -> Any:
     Args:
         position: from 0, the first value, to below 1.
         space: the list of values, or the range as a dict.
-        whole: whether to round a number of a range to a whole one. Otherwise it has four significant digits, or, in a
-            narrow range, as many as tell a thousand numbers apart.
+        whole: whether to round a number of a range to a whole one. If not, the number has four significant digits or,
+            in a narrow range, as many as tell a thousand numbers apart.
     """
     if isinstance(space, list):
         return space[int(position * len(space))]

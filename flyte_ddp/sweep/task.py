@@ -55,7 +55,7 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
     """Run the trials and compare them, and return the promise of a SweepComparison. Call it in a @dynamic.
 
     On a cluster each rung, a stage of the sweep, is a map task over its trials, which fails only if all of its pods
-    fail for good. A local run trains the trials at once, one after another.
+    fail for good. A local run trains the trials within this call, one after another.
 
     Args:
         sweep: the sweep.
@@ -66,7 +66,7 @@ def run_sweep(sweep: Sweep, trials: Sequence[AnySettings], run: Any, subject: st
 
     Raises:
         InputError: the sweep's reduction factor does not fit its trials; or it is above 1, although the trials start
-            from a folder of weights; or, in a local run, the results have measures, but not the sweep's.
+            from a folder of weights; or, in a local run, the results have measures, but none has the sweep's.
         ReportedError: in a local run, all trials have failed.
     """
     settings = [dataclasses.asdict(trial) for trial in trials]
@@ -106,8 +106,8 @@ def try_out(
     """Train one trial of a rung, a stage of the sweep, and return its result.
 
     The trial continues from the entrant's checkpoint. If the checkpoint is gone, the trial trains from the start, with
-    the same result. A training whose loss is not finite returns a result that is a failure. Any other failure is
-    raised: Flyte would cache the result, and a full disk or GPU memory does not follow from the settings.
+    the same result. If a loss or another value is not finite, the result is a failure. Any other failure is raised, so
+    that Flyte does not cache it.
 
     Args:
         run: trains, and returns the outputs. It is called as run(settings, **inputs), with the checkpoint as init if
@@ -118,13 +118,13 @@ def try_out(
 
     Raises:
         RankError, TaskError: the training has failed for another reason than a value that is not finite.
-        InputError: a trial that goes on from a checkpoint has started from a folder of weights.
+        InputError: there are a checkpoint and, as init in `inputs`, a folder of weights.
     """
     started = time.time()
     storage = FlyteContextManager.current_context().file_access
     settings = kind.from_json(entrant.settings)
     checkpoint = entrant.checkpoint
-    if checkpoint:  # run_sweep() may have seen the promise of a folder
+    if checkpoint:  # run_sweep() may have seen only the promise of a folder
         _refuse_folder(inputs.get("init"))
     init = {"init": FlyteFile(checkpoint)} if checkpoint and storage.exists(checkpoint) else {}
     try:
@@ -153,7 +153,7 @@ def try_out(
 def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
     """Return the entrants of the rung after those whose results are given; a Flyte task.
 
-    Raises ReportedError if all trials have failed, and InputError if they have measures, but not the sweep's.
+    Raises ReportedError if all trials have failed, and InputError if they have measures, but none has the sweep's.
     """
     return list(choose_entrants(sweep, [read_json(trial) for trial in trials], rungs).values())
 
@@ -163,7 +163,7 @@ def next_rung(sweep: Sweep, trials: list[str], rungs: Rungs) -> list[Entrant]:
 def compare_trials(sweep: Sweep, trials: list[str], rungs: Rungs, subject: str) -> SweepComparison:
     """Rank the trials by the sweep's measure, and write the table and the page; a Flyte task.
 
-    Raises ReportedError if all trials have failed, and InputError if they have measures, but not the sweep's.
+    Raises ReportedError if all trials have failed, and InputError if they have measures, but none has the sweep's.
     """
     best = write_comparison(platform, sweep, [read_json(trial) for trial in trials], rungs, subject)
     return SweepComparison(trials[best.number - 1], output_file(best.table), output_file(best.report))
