@@ -122,7 +122,7 @@ def show(
     Args:
         file: the progress file, which is followed while it grows.
         console: takes the events.
-        timeout: give up after this many seconds without a new line; None waits for ever.
+        timeout: give up after this many seconds without new content; None waits for ever.
         read: takes every line as a dict.
 
     Returns:
@@ -130,8 +130,8 @@ def show(
 
     Raises:
         InputError: the file cannot be read at first.
-        ReportedError: nothing new has come for `timeout` seconds, the file can no longer be read, is no progress file
-            or of a newer format, or the terminal can no longer be written to.
+        ReportedError: nothing new has come for `timeout` seconds; the file can no longer be read, is no progress file,
+            is of a newer format, or was begun anew; or the terminal can no longer be written to.
     """
     for text in follow_lines(file, timeout):
         try:

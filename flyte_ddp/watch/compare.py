@@ -48,8 +48,8 @@ class Recorded:
 def collect_run_facts(event: RunStarted) -> dict[str, str]:
     """Return what may explain a difference between two trainings, as text by name.
 
-    These are the settings, all else that determines the result, such as data and code, and the machines that the
-    training has run on, under "ran on: ...".
+    These are the settings, all else that determines the result, such as data and code, and facts about the machines
+    that the training has run on, named "ran on: ...".
     """
     named = {**event.identity, "dataset": event.dataset}
     for name, value in named.pop("settings", {}).items():
@@ -62,7 +62,7 @@ def collect_run_facts(event: RunStarted) -> dict[str, str]:
 
 
 def read(place: str) -> Recorded:
-    """Read the digests and facts in the progress file of a training, up to its last whole line, and its trace.
+    """Read the digests and facts in a training's progress file, up to the last whole line, and the training's trace.
 
     Args:
         place: the file, the training's folder or logs, or a URL of them in Flyte's storage.
@@ -120,9 +120,9 @@ def compare(context: click.Context, first: str, second: str) -> None:
 def compare_runs(one: Recorded, other: Recorded) -> tuple[bool, str]:
     """Compare the digests of two runs' weights, and return whether all are equal, and a text that says so or why not.
 
-    The runs are equal if both have finished, have the same digest in model.pt, and have evaluations, at least one, at
-    the same positions with the same digests. If a digest differs, the text names the first such evaluation. Otherwise
-    it says that no evaluation is common to both, that one run goes further or has not finished, or that model.pt
+    The runs are equal if both have finished with the same digest of model.pt, and have at least one evaluation, all at
+    the same positions with the same digests. The text names the first evaluation with different digests. If there is
+    none, it says that no evaluation is common to both, that one run goes further or has not finished, or that model.pt
     differs.
     """
     both = sorted(one.digests.keys() & other.digests.keys())

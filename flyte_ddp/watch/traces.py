@@ -69,16 +69,16 @@ def read_trace(progress_path: str) -> dict[int, Step]:
 
 
 def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
-    """Return a sentence on the first traced step that differs, and on what differs first in it.
+    """Return a sentence on the first traced step that differs, and on what differs first in this step.
 
-    If all steps that both have are equal, or there are no such steps, the sentence says so.
+    If all steps that both traces have are equal, or there are no such steps, the sentence says so.
 
     Args:
         one: the steps of one trace by number.
-        other: those of the other trace.
+        other: the steps of the other trace.
 
     Raises:
-        InputError: the networks of both traces have weights of different names.
+        InputError: the two traces have different names of weights, so the networks differ.
     """
     both = sorted(one.keys() & other.keys())
     if not both:
@@ -100,10 +100,10 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
     Args:
         one: the step in one trace.
         other: the same step in the other one.
-        before: the traced step before, which is equal in both; None for the first one.
+        before: the traced step before, which is equal in both; None if there is none.
 
     Raises:
-        InputError: the steps have weights of other names, so the networks are not the same.
+        InputError: the two traces have different names of weights, so the networks differ.
     """
     if one.weights.keys() != other.weights.keys():
         names = sorted(one.weights.keys() ^ other.weights.keys())
@@ -143,9 +143,9 @@ def _first_output(one: Step, other: Step) -> str:
 
     The text also names the parts of the batch: "the output of layer1, in part 0, 2 of the batch". Each call of backward
     and each part of the batch has its own outputs, from the batch to the loss, in the order in which they were
-    computed. The first call of backward with a difference counts, and in this call the output with the lowest place in
-    any part. All parts that first differ in this output are named. If the two traces have different parts or calls, the
-    text says so instead.
+    computed. The text describes the first call of backward with a difference: the earliest output that differs in any
+    part, and all parts that differ first in this output. If the two traces have different parts or calls, the text says
+    so instead.
     """
     if one.parts.keys() != other.parts.keys():
         counts = [f"{len({part for _, part in step.parts})} parts of a batch" for step in (one, other)]
@@ -166,12 +166,12 @@ def _first_output(one: Step, other: Step) -> str:
 def _first_difference(outputs: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]) -> tuple[int, str]:
     """Return the index of the first output that differs between two traces, and a text that names this output.
 
-    If all are equal, the index is the number of outputs, and the text is "". An output that only one trace has differs,
-    too.
+    If all are equal, the index is the number of outputs, and the text is "". An output that only one trace has counts
+    as different.
 
     Args:
         outputs: pairs of a layer's name and the digest of its output, in the order of the forward pass.
-        others: those of the other trace.
+        others: the same pairs of the other trace.
     """
     for index, (one, other) in enumerate(zip(outputs, others, strict=False)):
         if one[0] != other[0]:
