@@ -10,15 +10,13 @@ from flyte_ddp.engine.torch_compat import prefer_deterministic
 def settle_arithmetic() -> None:
     """Turn TF32 off in this process, and make operations deterministic where torch has a deterministic version.
 
-    A recipe may set the flags otherwise afterwards. Call this function before the first matrix product on a GPU,
-    because cuBLAS then reads the environment variable CUBLAS_WORKSPACE_CONFIG. This function sets the variable unless
-    it is set already.
-
-    By default, cuDNN's convolutions use TF32, with its 10-bit mantissa, and algorithms that add in any order. Matrix
-    products use TF32 in images that set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. Torch warns of each operation that has no
-    deterministic version on a GPU. In steps by virtual ranks such an operation is an error.
+    Afterwards torch warns of each operation on a GPU that has no deterministic version. A recipe may change these
+    settings later. Call this function before the first matrix product on a GPU, because cuBLAS then reads the
+    environment variable CUBLAS_WORKSPACE_CONFIG. This function sets the variable unless it is set already.
     """
-    # Where a script has set one of these, the settings below would follow it
+    # By default, cuDNN's convolutions use TF32, with its 10-bit mantissa, and algorithms that add in any order. Matrix
+    # products use TF32 in images that set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    # Where a script has set one of the next two, the settings below would follow it
     torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
     torch.backends.cudnn.fp32_precision = "none"
     torch.backends.cudnn.allow_tf32 = False

@@ -53,15 +53,18 @@ def check_attributes(recipe: Recipe) -> None:
 
 
 def matching_layers(recipe: Recipe, attribute: str, model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers whose names match the patterns in a recipe's attribute, by name.
+    """Return the layers whose names match the patterns in an attribute of the recipe.
 
-    The patterns are fnmatch's, and a name is that of named_modules(), such as "blocks.0": "blocks.*" matches it, and
-    the layers within it. A layer within another match is left out. Without patterns the dict is empty.
+    Names are those of named_modules(), such as "blocks.0". Patterns are those of fnmatch, such as "blocks.*". A layer
+    within another matching layer is left out.
 
     Args:
         recipe: the recipe.
         attribute: the name of the attribute that has the patterns, such as "fsdp_units".
         model: the network.
+
+    Returns:
+        The layers by name; an empty dict if the attribute is empty.
 
     Raises:
         InputError: A pattern matches nothing, or a layer to return is a ModuleList or ModuleDict.

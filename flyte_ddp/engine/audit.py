@@ -96,29 +96,27 @@ class Audit:
     ) -> Totals:
         """Add up the gradients of a step over all ranks, and audit the step if it is due; a collective.
 
-        An audit is due in the first call, and in each step whose number over all epochs, counted from 1, is a multiple
-        of `every`. With `every` = 0, only the first call is audited. In an audit, several ranks compute the gradients
-        of the same part of the global batch, and the bits must be equal: all ranks in the first call, and two ranks
-        later.
+        In an audit, several ranks compute the gradients of the same samples, and must get the same bits. In the first
+        call all ranks do so. Later two ranks do so in each step whose number, counted from 1 over all epochs, is a
+        multiple of self.every. If self.every is 0, only the first call is audited.
 
-        Afterwards each weight's `grad` has the sum over the global batch. If the bits differ, all ranks raise the same
-        error instead. There is one exception: with `every` = 0, ranks that differ, but compute the same bits each time,
-        get a warning.
+        Afterwards each weight's `grad` has the sum over the global batch.
 
         Args:
-            backward: runs forward and backward passes of the given batches.
-            shares: this rank's shares of the global batch.
+            backward: backward(batches) runs the forward and backward passes of these batches.
+            shares: this rank's parts of the global batch.
             epoch: the number of the epoch, from 0.
             step: the number of the step in the epoch, from 0.
-            call: the number of this call within the step, from 0. A GAN has one for each loss.
+            call: the number of this call within the step, from 0. A GAN has a call for each of its losses.
 
         Returns:
             The sums of measures and requests over all ranks, and the norms of the gradients.
 
         Raises:
-            InputError: The code computes other bits each time; or `every` is not 0, and the processors are of several
-                kinds; or computing the part changes a weight on some rank.
-            WrongBitsError: Some ranks compute other bits than the others.
+            InputError: In an audit, the code gets other bits each time, or changes a weight. Or in the first call,
+                ranks with different hardware get different bits, and self.every is not 0. All ranks raise it.
+            WrongBitsError: In an audit, some ranks get other bits than the others. All ranks raise it. In the first
+                call there is only a warning if self.every is 0, and each rank always gets the same bits.
         """
         is_due = self.is_due(epoch, step)
         is_first = self._is_first
@@ -159,17 +157,16 @@ class Audit:
         return torch.stack([compute_sum(weight.detach()) for weight in self._step.module.model.parameters()]).tolist()
 
     def _refuse_moved_weights(self, before: list[int]) -> None:
-        """Check that no weight of any rank has changed since the digests were taken; a collective.
-
-        Only digests show a change by weight.data.copy_(), which torch does not record.
+        """Check that no weight of any rank has changed since `before` was computed; a collective.
 
         Args:
-            before: the digest of each of this rank's weights before the loss was computed.
+            before: what _digest_weights() returned on this rank before the loss was computed.
 
         Raises:
             InputError: A weight has changed on some rank. All ranks raise the error, which names the weight.
         """
         names = [name for name, _ in self._step.module.model.named_parameters()]
+        # Torch does not record a change by weight.data.copy_(), which only digests show
         digests = zip(before, self._digest_weights(), strict=True)
         own = next((number for number, (earlier, now) in enumerate(digests) if earlier != now), -1)
         moved = max(gather_values(own))
@@ -181,13 +178,13 @@ class Audit:
             )
 
     def _judge(self, compute: Callable[[], Tensor], found: Mapping[int, list[int]]) -> Verdict:
-        """Judge why digests of a part's gradients differ, by computing them again on all ranks; a collective.
+        """Find out why digests of the same gradients differ, by computing these again on all ranks; a collective.
 
         Each rank also multiplies two matrices, to find a processor that multiplies wrongly. Each weight's `grad` is set
-        to zero, so gradients that the step has added up already are lost.
+        to zero.
 
         Args:
-            compute: computes the gradients of the part, and returns their digest.
+            compute: computes the gradients of one part of the global batch, and returns their digest.
             found: the digests so far, by rank. Ranks that have not computed the part are left out.
         """
         ranks = range(len(self._places))
@@ -241,10 +238,10 @@ class Audit:
         self._warn(epoch, step + 1, [reason])
 
     def _send_part(self, shares: Sequence[Batch], part: int, owner: int) -> Batch:
-        """Broadcast one part of the global batch to all ranks, and return a copy of the part; a collective.
+        """Broadcast one part of the global batch from its owner, and return a copy of the part; a collective.
 
-        Each tensor of the copy has the owner's strides on all ranks, because torch chooses kernels by strides. A tensor
-        that the owner has on the CPU is there on all ranks. The other tensors are on each rank's own device.
+        Each tensor of the copy has the owner's strides, because torch chooses kernels by strides. A tensor that the
+        owner has on the CPU is copied to the CPU, any other tensor to this rank's device.
 
         Args:
             shares: this rank's shares of the global batch.
@@ -268,12 +265,17 @@ class Audit:
 
 
 def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int) -> tuple[int, int, int]:
-    """Choose a part of a global batch and two ranks that compute it, at random and alike on all ranks.
+    """Choose a part of a global batch, and two ranks to compute it, at random and alike on all ranks.
+
+    Args:
+        train: the batches of the training.
+        hosts: the host of each rank.
+        epoch: the number of the epoch, from 0.
+        step: the number of the step in the epoch, from 0.
 
     Returns:
-        The number of a part that has samples, the rank that computes the part in the step, and a second rank that
-        computes the part for comparison. The second rank is on another host if there are several hosts. If there is
-        only one rank, both are this rank.
+        The number of a part that has samples, the rank that has the part in this step, and a second rank. The second
+        rank is on another host if there are several hosts. With a single rank, both are that rank.
     """
     key = derive_key(Use.AUDIT, train.seed, epoch, step)
     parts = train.parts_with_samples(step)
@@ -288,13 +290,14 @@ def choose_part(train: TrainBatches, hosts: Sequence[str], epoch: int, step: int
 def judge(digests: Mapping[int, Sequence[int]], wrong_ranks: Collection[int] = ()) -> Verdict:
     """Judge why ranks have computed different digests of the same thing, and which ranks are to blame.
 
-    Each rank has computed the thing several times. A rank is unsteady if its own digests differ. A rank is odd if its
-    usual digest is not that of the majority of ranks. The causes are:
+    Each rank has computed the digest several times. A rank is unsteady if its own digests differ. A rank is odd if its
+    usual digest, which it gets more than half of the time, is not that of most ranks. The verdict is the first of these
+    that applies:
 
-    - PROCESSOR: an odd rank multiplies wrongly. If no rank is odd: an unsteady rank multiplies wrongly, or only one
-    rank is unsteady and its usual digest is that of the others. The verdict names these ranks.
-    - CODE: other cases with unsteady ranks. The verdict names the unsteady ranks.
-    - RANKS: no rank is unsteady. The verdict names the odd ranks and the majority.
+    - PROCESSOR, naming the odd ranks that multiply wrongly; or if no rank is odd, the unsteady ones that do.
+    - PROCESSOR, naming the only unsteady rank, if no rank is odd.
+    - CODE, naming the unsteady ranks.
+    - RANKS, naming the odd ranks and the majority, if no rank is unsteady.
 
     Args:
         digests: several digests of each rank, by rank.

@@ -20,15 +20,15 @@ class Average:
 
     @torch.no_grad()
     def update(self, model: nn.Module, steps: int) -> None:
-        """Move the average towards the network's present weights and buffers, after each step.
+        """Move the average towards the network's present weights and buffers.
 
-        The average keeps the share min(decay, (1 + steps) / (10 + steps)) of its value, as TensorFlow's
-        ExponentialMovingAverage does. Otherwise the average of a short training would mostly be its first weights.
-        Integer buffers are copied. Buffers that have changed their shape stay as they are.
+        Call it after each step. The average keeps the share min(decay, (1 + steps) / (10 + steps)) of its value, as in
+        TensorFlow's ExponentialMovingAverage. Integer buffers are copied. Buffers whose shape has changed stay as they
+        are.
 
         Args:
-            model: the network that is trained, whose weights the step has changed.
-            steps: the number of optimizer steps before this one.
+            model: the network that is trained.
+            steps: the number of optimizer steps before the latest one.
         """
         # A state_dict would list tied weights under every name that they have
         own, others = (
@@ -47,6 +47,7 @@ class Average:
         ]
         averaged, current = ([values[name] for name in fitting] for values in (own, others))
         floats = [index for index, value in enumerate(averaged) if value.is_floating_point()]
+        # With decay alone, the average of a short training would mostly be its first weights
         share = 1 - min(self.decay, (1 + steps) / (10 + steps))
         torch_compat.move_towards([averaged[i] for i in floats], [current[i] for i in floats], share)
         counts = sorted(set(range(len(averaged))) - set(floats))

@@ -97,15 +97,14 @@ class BestModels(Observer):
     def publish(self) -> list[KeptModel]:
         """Link or copy the files of the best models into the folder job.logs, at the end of a training.
 
-        Such files of an earlier training, best-*-epoch-*.pt, are removed from the folder first; its other files stay.
-        If the file of an evaluation could not be written during the training, the evaluation is left out. Ranks other
-        than 0 do nothing.
+        Rank 0 does so, after it has deleted all files best-*-epoch-*.pt of the folder, such as an earlier training's. A
+        model whose file is missing, because it could not be written, is left out.
 
         Returns:
             On rank 0, a description of each file, the best first. On the other ranks, an empty list.
 
         Raises:
-            InputError: The folder cannot be written to.
+            InputError: The folder cannot be written to. Rank 0 alone raises it.
         """
         if not self._is_first:
             return []
@@ -125,9 +124,9 @@ class BestModels(Observer):
     def _keep(self, number: int, weights: Weights) -> None:
         """Write the weights of an evaluation to a file, if the evaluation is among the best so far; a collective.
 
-        The best are options.keep_best evaluations at most. So another evaluation may drop out. Its file is deleted
-        later, once a checkpoint is written that does not need the file. If rank 0 cannot write a file, CheckpointFailed
-        is emitted, nothing drops out, and training goes on.
+        At most options.keep_best evaluations are the best, so another one may drop out. After the next checkpoint its
+        file is deleted. If rank 0 cannot write a file, CheckpointFailed is emitted, nothing drops out, and training
+        goes on.
 
         Args:
             number: the number of the evaluation in the training's history, from 0.
@@ -151,8 +150,8 @@ class BestModels(Observer):
     def _best(self, numbers: Iterable[int]) -> list[int]:
         """Return the numbers of the best of these evaluations, options.keep_best at most, the best first.
 
-        The tracker's measure decides. The earlier of equals comes first, as BestTracker has it. Evaluations whose
-        measure is not finite are left out.
+        The tracker's measure decides. Of equal evaluations, the earlier comes first. Evaluations whose measure is not
+        finite are left out.
 
         Args:
             numbers: the numbers of evaluations in the training's history, from 0, in any order.

@@ -38,15 +38,15 @@ class Buffers:
     def broadcast(self, may_change_shape: bool = False) -> None:
         """Overwrite the buffers, and the frozen weights that forward passes change, with rank 0's; a collective.
 
-        A buffer that is in no state_dict and has another shape than at first is a cache, which may have grown on one
-        rank alone. It stays as it is, and a tensor of the first shape is sent in its place.
+        A buffer that is in no state_dict, and no longer has its first shape, is a cache: it stays as it is on each
+        rank.
 
         Args:
-            may_change_shape: whether a buffer of the state_dict may have another shape than at first, on all ranks
-                alike, as those of torch's quantization get it from the first batch.
+            may_change_shape: whether a buffer of the state_dict may have another shape than at first, the same on all
+                ranks. Torch's quantization changes shapes in the first batch.
 
         Raises:
-            InputError: A buffer of the state_dict has another shape than at first, and must not.
+            InputError: A buffer of the state_dict is None, or has another shape than at first without may_change_shape.
         """
         now = self.now()
         for name, (first, first_shape) in self._first.items():

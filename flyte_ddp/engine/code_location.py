@@ -12,9 +12,9 @@ OURS = f"{flyte_ddp.__path__[0]}/"
 
 
 def code_location(recipe: Any, method: str) -> str:
-    """Return a method's name and place in the user's code, for messages: 'Name.method (file, line n)'.
+    """Return a method's name, file and line, for messages: 'Name.method (file, line n)'.
 
-    The place is left out if the method has no Python code. If the recipe does not override forward(), the text for
+    File and line are left out if the method has no Python code. If the recipe does not override forward(), the text for
     "forward" is 'the network of Name.model (file, line n)'.
 
     Args:
@@ -31,9 +31,9 @@ def code_location(recipe: Any, method: str) -> str:
 
 
 def find_line(error: BaseException) -> str:
-    """Return the line of the user's code that has led to an error, as "file, line n: ", or "" if there is none.
+    """Return the innermost line of the user's code in an error's traceback, as "file, line n: ".
 
-    It is the innermost line that is neither this library's nor installed.
+    The result is "" if the traceback has only lines of this library and of installed packages.
     """
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

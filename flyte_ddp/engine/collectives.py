@@ -17,7 +17,7 @@ def broadcast_tensor(value: Tensor, device: torch.device, receivers: Any = None)
 
     Args:
         value: on the first rank, the tensor to send. On the others, a tensor of the same shape and dtype, which may be
-            on torch's meta device. A real one that is on `device` and contiguous is overwritten.
+            on torch's meta device. A contiguous tensor on `device` is overwritten.
         device: the device that sends and receives.
         receivers: the process group; by default all ranks.
 
@@ -31,9 +31,9 @@ def broadcast_tensor(value: Tensor, device: torch.device, receivers: Any = None)
 
 @torch.no_grad()
 def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
-    """Overwrite the tensors, of the same shapes and dtypes on all ranks, with rank 0's values; a collective.
+    """Overwrite the tensors with rank 0's values; a collective.
 
-    Tensors need not be contiguous. Many of them travel in one message.
+    All ranks pass tensors of the same shapes and dtypes. The tensors need not be contiguous.
     """
     if distributed.get_world_size() == 1:
         return

@@ -11,13 +11,12 @@ from torch import nn
 
 
 def defer_dynamo_import() -> None:
-    """Put a stand-in in the place of torch._dynamo, unless that is already imported, because importing it is slow.
+    """Replace torch._dynamo by a stand-in that imports the real module when it is needed.
 
-    The real module takes longer to import than torch (3.6 s after 2.7 s on two EPYC cores, torch 2.15), and every rank
-    would wait. DistributedDataParallel and torch.optim import it only to exclude themselves from compiling.
-
-    The stand-in has the functions that these need, and the real torch._dynamo.config for torch.utils.checkpoint and
-    FSDP. The first use of any other attribute imports the real module.
+    Importing the real module takes longer than importing torch (3.6 s after 2.7 s on two EPYC cores, torch 2.15). The
+    stand-in has what DistributedDataParallel, torch.optim, torch.utils.checkpoint and FSDP use where nothing is
+    compiled. The first use of any other attribute imports the real module. If torch._dynamo is imported already,
+    nothing changes.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules["torch._dynamo"] = torch._dynamo = _Dynamo("torch._dynamo")
@@ -87,13 +86,13 @@ def records_graphs(module: nn.Module) -> bool:
 def allow_compiling(times: int) -> None:
     """Let torch.compile compile the same code up to `times` times, and make it choose kernels deterministically.
 
-    The settings hold for the whole process. torch.compile runs code uncompiled once its limit is reached. If it chose
-    kernels by measuring them, a step might round differently after a restart.
+    The settings hold for the whole process. torch.compile runs code uncompiled once its limit is reached.
 
     Args:
-        times: the limit to set. A higher limit of torch's stays.
+        times: the limit to set. If torch's limit is higher already, it stays.
     """
     config = torch._dynamo.config
+    # A compiler that chose kernels by measuring them might round a step differently after a restart
     torch._inductor.config.deterministic = True
     config.recompile_limit = max(config.recompile_limit, times)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, times)

@@ -28,7 +28,7 @@ AT_ONCE = 64  # so many times as many on a GPU
 def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "", device: torch.device = CPU) -> str:
     """Compute a digest of the names, dtypes, shapes and bits of weights; a collective if there is a process group.
 
-    All ranks get the same digest. It is of rank 0's weights, and of all ranks' rows of sharded weights. A network has
+    All ranks get the same digest: of whole weights, rank 0's count; of sharded weights, all ranks' rows. A network has
     the same digest whole and sharded. The bits of tied weights count once.
 
     Args:
@@ -54,8 +54,8 @@ def _compute_own_sum(value: Tensor | Shard) -> Tensor:
     """Return what this rank adds to one tensor's checksum, so that the ranks together count each number once.
 
     Args:
-        value: a whole tensor, which only rank 0 counts; or a Shard, this rank's rows of a sharded tensor. Of several
-            ranks with the same rows, only the one that writes checkpoints counts them.
+        value: a whole tensor, which only rank 0 counts; or a Shard, this rank's rows of a sharded tensor. If several
+            ranks have the same rows, only the one that writes checkpoints counts them.
 
     Returns:
         () int64, modulo 2^64: the checksum of the numbers that this rank counts; 0 if it counts none.
@@ -74,8 +74,7 @@ def _compute_own_sum(value: Tensor | Shard) -> Tensor:
 def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
     """Compute a checksum of a tensor's bits, or of a part of them; the parts' checksums add up to the tensor's.
 
-    It is the sum over the tensor's words of (word + random key of its position) squared. A word has 32 bits, or the
-    bits of a number that has fewer.
+    The checksum depends on the position of each number in the tensor.
 
     Args:
         numbers: the numbers of the tensor, or of the part, in order.
@@ -104,10 +103,9 @@ def compute_sum(numbers: Tensor, first: int = 0) -> Tensor:
 
 
 def sum_bits(numbers: Tensor) -> Tensor:
-    """Return the sum of a tensor's words of 64 bits: a checksum, () int64, modulo 2^64.
+    """Return a fast checksum of a tensor's bits, () int64: the sum of its words of 64 bits, modulo 2^64.
 
-    Nearly any change of the tensor changes the checksum. An exchange of two words does not. compute_sum(), which
-    notices that, too, takes fifty times as long.
+    It does not change if two words are exchanged. compute_sum() notices that, but takes fifty times as long.
     """
     bits = numbers.detach().contiguous().view(-1).view(torch.uint8)
     bits = bits.clone() if bits.storage_offset() % 8 else bits
@@ -125,7 +123,7 @@ def sum_of_all(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def differ_between_ranks(tensors: Iterable[Tensor], device: torch.device) -> bool:
     """Return whether the bits of the tensors differ between any two ranks; a collective.
 
-    All ranks get the same answer. The ranks exchange two numbers, made from a digest of the tensors.
+    All ranks get the same answer.
 
     Args:
         tensors: this rank's tensors, in the same order on all ranks. A tensor that is given twice counts once.

@@ -26,9 +26,9 @@ def measure(
     split: Split,
     link: Link,
     forward: Callable[[nn.Module, Any], Any] | None = None,
-    look: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
+    on_batch: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
 ) -> Measured:
-    """Measure a network on a split, without other ranks, on the global batches of a training's evaluations.
+    """Measure a network on a whole split in this process alone, with the batches of a training's evaluations.
 
     No gradients are computed. The recipe's `share` is changed, and the global random generators are seeded for each
     batch.
@@ -40,17 +40,17 @@ def measure(
         link: told after each batch that the process is alive.
         forward: forward(network, tree) returns the outputs of a batch; None stands for the recipe's own. If the network
             is of another recipe, give that recipe's forward.
-        look: look(batch, pairs) is called after each batch is measured. `pairs` has for each measure's name its values
-            and their weights, (n,) each for n samples.
+        on_batch: on_batch(batch, pairs) is called after each batch is measured. `pairs` has the values and weights of
+            each measure by its name, (n,) each for n samples.
 
     Returns:
         The measures by name, the name of the main one, those that are shown in per cent, the number of samples, and for
         each measure whether lower is better, where that is known.
 
     Raises:
-        InputError: The outputs are None. Or the recipe's measure() returns something else than the same measures for
-            each batch, with one value for each sample and "loss" among them. Or derive() returns no such measures, or
-            the recipe's headline is none of them.
+        InputError: The outputs are None. Or measure() does not return one value for each sample, or not the same
+            measures for each batch, with "loss" among them. Or derive() does not return names and numbers with a
+            "loss". Or the recipe's headline is none of the measures.
     """
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)
@@ -61,7 +61,7 @@ def measure(
         pairs = compute_pairs(recipe, outputs, batch, names)
         names = list(pairs)
         sums = sums + sum_measures(pairs)
-        look(batch, pairs)
+        on_batch(batch, pairs)
         link.heartbeat()
     measures = compute_ratios(recipe, names, sums.tolist())
     directions = {name: is_lower_better(recipe, name) for name in measures}

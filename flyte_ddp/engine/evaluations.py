@@ -45,12 +45,15 @@ class Evaluated(NamedTuple):
 
 
 def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, link: Link) -> Evaluated:
-    """Evaluate the weights that training returns on the test split; a collective.
+    """Evaluate the final weights on the test split; a collective.
 
-    With a validation split, the weights of the best evaluation are loaded into the network (into its moving average, if
-    there is one), and the event EpochChosen is emitted. Without one, or if no evaluation could be the best, the last
-    step's weights are evaluated. A warning is emitted for each measure that is not finite, and if there was no best
-    evaluation.
+    With a validation split, the best evaluation's weights are loaded first, into the network or, if there is one, into
+    its moving average. If no evaluation could be the best, the last step's weights are evaluated, and a warning is
+    emitted. In both cases EpochChosen is emitted.
+
+    Without a validation split, the last step's weights are evaluated.
+
+    A warning is emitted, too, for each measure that is not finite.
 
     Args:
         state: the training, which is over.
@@ -118,9 +121,9 @@ def evaluate(state: TrainingState, split: EvaluationBatches, link: Link) -> Eval
 
     Raises:
         StopRequested: A rank was asked to stop. All ranks raise it after the same batch, with the buffers as before.
-        InputError: A batch of the recipe's predictions has another number of rows than samples, or rows of another
-            shape than other batches. Or the outputs are None, or measure() does not return its measures with one value
-            for each sample. Only a rank with such batches raises it.
+        InputError: The outputs are None. Or measure() does not return its measures with one value for each sample, or
+            predictions() a row for each sample, of the same shape in all batches. Only the rank that finds this raises
+            it.
     """
     recipe, model = state.recipe, state.evaluated
     model.eval()
@@ -168,9 +171,10 @@ def _forward_all(
     and the caller must not count it.
 
     At each yield, recipe.share is the batch's share, and the random generators are as forward() has left them for this
-    batch. With virtual ranks, if measure() calls all_gather(), forward() has run for all of this rank's parts of the
-    global batch before the first is yielded. Each batch then has the rows that all parts have gathered. The caller's
-    first call of all_gather() for the batch returns these rows, and a second call raises InputError.
+    batch.
+
+    With virtual ranks, if the recipe's measure() calls all_gather(), the caller may call measure() once for each batch.
+    all_gather() then returns the rows of all parts. A second measure() for the same batch raises InputError.
 
     Args:
         state: the training.
@@ -218,7 +222,8 @@ def gather_rows(rows: Tensor, test: EvaluationBatches, device: torch.device) -> 
         device: the device that sends and receives the rows.
 
     Yields:
-        The indices of a global batch's samples in the split, (n,) int64, and their rows, (n, ...), on the host.
+        For a global batch, the indices of its samples in the split, (n,) int64, and the samples' rows, (n, ...), on the
+        host.
     """
     for samples, (start, stop) in test.whole():
         gathered = rows.new_zeros(len(samples), *rows.shape[1:], device=device)

@@ -8,11 +8,11 @@ Item = TypeVar("Item")
 
 
 def collect_garbage_between(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """Yield the items, one for each step, and collect garbage only between them.
+    """Yield the items, and collect Python's young garbage after each item, which takes microseconds.
 
-    Only young objects are collected, which takes microseconds. With Python's automatic collection, which is off until
-    the items end, each rank would stop at a step of its own, and the others would wait for it each time.
+    Automatic collection is off until the items end, or the generator is closed.
     """
+    # With automatic collection each rank would stop at a step of its own, and the others would wait for it each time
     was_enabled = gc.isenabled()
     gc.disable()
     try:

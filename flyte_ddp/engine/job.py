@@ -57,8 +57,8 @@ class Subject:
     def identity(self) -> dict[str, Any]:
         """The facts that determine the result of the training: settings, recipe, data, code and initial weights.
 
-        A run can resume from another run's checkpoint only if these are equal. The settings are a dict; the recipe is
-        its name; data, code and init are digests, empty if there is none.
+        A run can resume from another run's checkpoint only if both have the same facts. The settings are a dict; the
+        recipe is its name; data, code and init are digests, empty if there is none.
         """
         return {
             "settings": asdict(self.settings),
@@ -88,18 +88,18 @@ def make_subject(
 ) -> Subject:
     """Describe the training of a recipe. Equal trainings get equal identities.
 
-    For the identity, all files of the data (without a description) and of init are read.
+    All files of init are read and, without a description, all files of the data.
 
     Args:
         code: the code of the recipe.
         settings: the settings of the training.
-        data: a folder or file, or the place in storage; None without data.
+        data: a folder or file, or data in a storage; None without data.
         init: the weights or checkpoint to start from; None for a fresh start.
         description: the description of a prepared dataset. It replaces the name and digest of the data.
 
     Raises:
-        InputError: init is a folder without complete weights, init or the data may not be read, or they have a link
-            to a folder that contains the link.
+        InputError: init is a folder without complete weights, init or the data may not be read, or they have a link to
+            a folder that contains the link.
         OSError: init or the data are missing, or cannot be read for another reason.
     """
     with reading():

@@ -25,9 +25,9 @@ SETTLE_SECONDS = 0.1
 def join_and_train(job: Job, on_event: Callable[[Event], None]) -> TrainingResult:
     """Join the ranks that torchrun has started, train as one of them, and return the result as this rank knows it.
 
-    Every rank calls this in its main thread. The variables RANK, WORLD_SIZE and so on tell the rank's place. A watchdog
-    raises the error if a rank hangs or is lost. The process may end with status 1 then, because the training's thread
-    is left behind. Handlers of stop signals stay after the call.
+    Every rank calls this in its main thread. The environment variables RANK, WORLD_SIZE and so on say which rank it is.
+    If a rank hangs or is lost, the call raises an error, and the process may later end with status 1, because the
+    thread that trains is left behind. The call sets handlers of stop signals, which stay.
 
     Args:
         job: the job, the same on all ranks.

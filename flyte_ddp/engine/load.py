@@ -31,14 +31,13 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 def load_named(job: Job) -> Any:
     """Import the class or function that job.recipe names as "module:name", and return it.
 
-    Before the import, three things of the process are set. The global random generators are seeded with settings.seed,
-    since data and weights may be drawn from any of them. job.root is put first on sys.path. HF_HUB_OFFLINE becomes 1 if
-    it is not set, so that not every rank downloads.
+    Before the import, the global random generators are seeded with settings.seed. job.root is put first on sys.path,
+    unless it is there already. The environment variable HF_HUB_OFFLINE becomes 1 if it is not set.
 
     Raises:
         InputError: The module has no such name, or imports code that is not among the job's files.
     """
-    seed_all(job.settings.seed)
+    seed_all(job.settings.seed)  # data and weights may be drawn from any generator
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else from_pretrained("a name") would download in each rank
     if job.root and job.root not in sys.path:
         sys.path.insert(0, job.root)
@@ -56,8 +55,8 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
     """Import the recipe that the job names, and make it with the job's settings and data.
 
     Before that, load_named() seeds all global random generators, and changes sys.path and HF_HUB_OFFLINE. The recipe
-    gets the device, and init_path if the training starts from a folder of weights. Errors of its __init__ are raised as
-    they are.
+    gets the device, and init_path if the training starts from a folder of weights. Errors that the recipe's __init__
+    raises pass unchanged.
 
     Raises:
         InputError: The job names something other than a recipe, or the recipe's __init__ does not take settings and
@@ -87,7 +86,7 @@ def load_recipe(job: Job, device: torch.device) -> Recipe:
 def find_data_path(data: Path | StoredData | None) -> Path | str | None:
     """Return a recipe's data_path: the path or None as given, or the URL of stored data.
 
-    For stored data, the options of their storage are set for this process.
+    For stored data, this function also sets the options of their storage for the whole process.
     """
     if not isinstance(data, StoredData):
         return data
@@ -100,7 +99,7 @@ def find_data_path(data: Path | StoredData | None) -> Path | str | None:
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
     """Load the samples of a split ("train", "validation" or "test"), with the recipe's lengths(split) if it has any.
 
-    With lengths, samples of a Dataset are padded when they are read.
+    If there are lengths, samples of a Dataset are padded when they are read.
 
     Args:
         recipe: the recipe, whose data(split) returns the samples.
@@ -109,8 +108,8 @@ def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split
         cache: the cache for samples in Blocks.
 
     Raises:
-        InputError: The data or lengths are invalid, samples in Blocks have lengths, or a length_window is set without
-            lengths of "train". The message names the place in the recipe.
+        InputError: The data or lengths are invalid; or samples in Blocks have lengths or a length_window; or a
+            length_window is set, and "train" has no lengths. The message names the place in the recipe.
     """
     data = recipe.data(split)
     try:
@@ -180,7 +179,7 @@ def make_split(
 def is_dataset(data: Any) -> bool:
     """Return whether data are a Dataset of torch, or an object with a length and items, such as one of Hugging Face.
 
-    Tensors, arrays, lists, dicts, networks, classes and DataFrames are none.
+    The answer is False for tensors, arrays, lists, dicts, networks, classes and DataFrames.
     """
     if isinstance(data, torch.utils.data.Dataset):
         return True
@@ -208,7 +207,7 @@ def split_off_validation(recipe: Recipe, train: Split, job: Job, cache: BlockCac
 
     Raises:
         InputError: The recipe has a validation split although validation_fraction is set. Or there is no validation
-            split although patience or keep_best is set. Or validation_fraction leaves no sample or block on one side.
+            split although patience or keep_best is set. Or validation_fraction would leave one of the two splits empty.
     """
     settings: TrainingSettings = job.settings
     if recipe.has_validation:

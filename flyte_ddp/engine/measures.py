@@ -39,12 +39,10 @@ def finite_number(recipe: Recipe, method: str, *arguments: int) -> float:
 def make_checked_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """Return the recipe's optimizer for the network, and check that it has only the network's weights.
 
-    The trials before the first step cannot check this: they use copies of the network, and a recipe may keep the
-    original.
-
     Raises:
         InputError: The optimizer has a weight that is not the network's.
     """
+    # The trials before the first step use copies of the network, so they miss a recipe that keeps the original
     optimizer = recipe.optimizer(model)
     own = {id(weight) for weight in model.parameters()}
     others = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in own]
@@ -99,7 +97,7 @@ def compute_pairs(
     Args:
         recipe: the recipe.
         outputs: what the recipe's forward returned for the batch.
-        batch: n samples. A rank without samples of its own computes borrowed ones, whose entries are left out of the
+        batch: n samples. A rank without samples of its own has borrowed another rank's, which are left out of the
             result.
         names: the measures in order; by default all of them, with "loss" first.
 
@@ -227,9 +225,10 @@ def compute_ratios(recipe: Recipe, names: Sequence[str], pairs: Sequence[float])
 
 
 def find_headline(recipe: Recipe, measures: dict[str, float]) -> str:
-    """Return the name of the main measure: recipe.headline if it is set, else the first but the loss and "tokens".
+    """Return the name of the main measure.
 
-    If there is no other, the name is "loss".
+    This is recipe.headline if it is set. Otherwise it is the first measure except the loss and "tokens", or "loss" if
+    there is no other.
 
     Raises:
         InputError: recipe.headline is none of the measures.

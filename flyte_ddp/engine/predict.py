@@ -28,7 +28,8 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
     """Write a trained network's predictions for a shard of a split to job.logs/predictions-<shard>.npy.
 
     The network has the weights of the file job.model_path, and computes in float32. A launcher calls this in a process
-    of its own, without other ranks. A shard has consecutive samples of the split. Rows are in their order.
+    of its own, without other ranks. A shard has consecutive samples of the split. The rows are in the order of the
+    samples.
 
     Args:
         environment: this process's rank, device and threads.
@@ -39,9 +40,9 @@ def run(environment: Environment, link: Link, argument: tuple[Job, str, int, int
         The number of rows in the file, one for each sample of the shard; it may be 0.
 
     Raises:
-        InputError: The recipe has no such split. Or its predictions() returns something other than a tensor with a row
-            for each sample, such as None, or rows of another shape than before. Or the recipe or its data are invalid,
-            the weights do not fit the network, or the file cannot be written.
+        InputError: The recipe has no such split. Or predictions() does not return a tensor with a row for each sample,
+            of the same shape in all batches. Or the recipe or its data are invalid, the weights do not fit the network,
+            or the file cannot be written.
     """
     job, split, number, count = argument
     torch.set_num_threads(environment.threads)

@@ -92,14 +92,14 @@ class Progress:
     # --- the start ---
 
     def start(self, environment: Environment, job: Job, plan: Plan, model: nn.Module) -> None:
-        """Emit RunStarted, warn of hosts that differ from the others, and start the clock; a collective.
+        """Emit RunStarted and warnings of odd hosts, and start the clock; a collective.
 
         Call this before the first step, and after a checkpoint is loaded. The call also sets `places`, the host and
-        device of each rank, and adds this attempt's machine to ran_on. There are warnings of hosts in job.avoided, too.
-        On a cluster, OddNodes is emitted for hosts whose own hardware is odd.
+        device of each rank, and adds this attempt's machine to ran_on. Warnings are emitted of hosts that differ from
+        the others, and of hosts in job.avoided. On a cluster, OddNodes is emitted for hosts whose own hardware is odd.
 
         Args:
-            environment: this rank and its ranks.
+            environment: this rank, and the number of ranks.
             job: the job.
             plan: the numbers of epochs, steps and samples, and what else is known before the first step.
             model: the network, for its layers and the size of its weights.
@@ -180,9 +180,9 @@ class Progress:
     def add_up(self, pairs: Tensor) -> None:
         """Sum a step's measures and requests over all ranks, and add the result to the sums of all steps; a collective.
 
-        The method itself reads this rank's requests to stop and to save. It is for a loop of the user's own: a recipe's
-        step sends its measures together with the gradients instead. The host does not wait for the device. If a measure
-        is not finite, this step and all later ones are marked as bad.
+        A recipe's step does not need it, because it sends its measures together with the gradients. This rank's
+        requests are those that requests() returns. The host does not wait for the device. If a measure is not finite,
+        this step and all later ones are marked as bad.
 
         Args:
             pairs: (2 * measures,) float64, this rank's value and weight of each measure, alternating.
@@ -198,18 +198,18 @@ class Progress:
     def end_step(self, training: Training, is_logged: bool) -> Asked:
         """Log the latest steps if is_logged is set, and return the requests of all ranks; a collective.
 
-        Call it after each step. The sums over all steps are read, and the host waits for the device, in three cases:
-        is_logged is set, a checkpoint is owed, or the latest sums that have reached the host have a request or a bad
-        number. Sums that are read may include steps after the one in which a rank made its request.
+        Call it after each step. Mostly it returns NOTHING, and the host does not wait for the device. In three cases
+        the host waits, and reads the sums over all steps: is_logged is set, a checkpoint is owed, or the latest sums
+        that have reached the host have a request or a bad number.
 
         Args:
             training: the training whose sums have the step.
             is_logged: whether the latest steps are to be logged. All ranks pass the same value.
 
         Returns:
-            The requests since the sums were last read, the same on all ranks. If the sums are not read, NOTHING: no
-            request. If bad_step is not None, training.go_back() has restored the training as it was before that step,
-            and nothing is logged: the caller must take the steps again from there.
+            The requests since the sums were last read, the same on all ranks; NOTHING if the sums are not read now. If
+            bad_step is not None, training.go_back() has restored the training as it was before that step, and nothing
+            is logged: the caller must take the steps again from there.
 
         Raises:
             NonFiniteError: A number of a step was not finite, and go_back() has changed nothing. All ranks raise it.
@@ -238,8 +238,8 @@ class Progress:
         Args:
             training: the training.
             asked: the requests of all ranks, as end_step() has returned them.
-            is_evaluation_next: whether an evaluation and its checkpoint follow now. Then a request to save is ignored.
-                A stop, or a checkpoint that is owed, is not.
+            is_evaluation_next: whether an evaluation and its checkpoint follow now. Then a request to save is ignored,
+                but not a request to stop, or a checkpoint that is owed.
 
         Raises:
             StopRequested: A rank was asked to stop, and the checkpoint is saved.
@@ -260,7 +260,7 @@ class Progress:
     def check_steps(self, training: Training) -> None:
         """Read the sums, and check that the numbers of all steps since the last evaluation are finite; a collective.
 
-        Call it before an evaluation. The host waits for the device. The sums that are read are in `last`.
+        Call it before an evaluation. The host waits for the device. Afterwards `last` has the sums.
 
         Raises:
             NonFiniteError: A number of a step was not finite. All ranks raise it.
@@ -363,8 +363,8 @@ class Progress:
         Args:
             finished: the evaluation, and the training before it.
             broken: the names of the measures of which a sample's value is NaN or infinite.
-            guessing_loss: the mean loss of outputs paired with other samples. It stands in for an unknown
-                constant_loss; 0 if neither is known.
+            guessing_loss: the mean loss of outputs paired with other samples, or 0 if it is unknown. It stands in for
+                an unknown constant_loss.
         """
         self.history.append(finished)
         self._link.emit(finished)
@@ -421,10 +421,8 @@ class Progress:
     def ending_together(self) -> Iterator[None]:
         """Wait until this rank's last checkpoint is written, when the block ends or fails; a context manager.
 
-        A NonFiniteError or WrongBitsError must be raised on all ranks. Each rank then also waits until the other ranks
-        have written their last checkpoints, before the error leaves the block. Without this wait, the first report of
-        the error would end the other ranks while they are writing. After any other error, a rank waits for its own
-        checkpoint alone.
+        After a NonFiniteError or WrongBitsError, which all ranks must raise, each rank also waits for the other ranks'
+        checkpoints. After any other error, a rank waits for its own checkpoint alone.
         """
         try:
             yield

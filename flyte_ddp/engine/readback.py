@@ -48,9 +48,9 @@ class Readback:
         self._copies.append((step, copied, event))
 
     def read(self) -> tuple[int, list[float]] | None:
-        """Return the newest copy that `behind` or more copies have followed, and drop it and all older copies.
+        """Return the copy that was made self.behind copies before the newest, and drop it and all older copies.
 
-        The host waits until the device has made that copy. On a CPU `behind` is 0.
+        The host waits until the device has made that copy. On a CPU self.behind is 0.
 
         Returns:
             The number of the copy's step, and the tensor's values as a list. None if there is no such copy, as right

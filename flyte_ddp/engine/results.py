@@ -62,9 +62,9 @@ def write_last(setup: SetUp, job: Job) -> None:
 def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     """Write a trained network's weights, predictions and pictures, and return the digest of the weights; a collective.
 
-    Rank 0 writes the files: the weights to job.model_path, the others into job.logs. The weights are those that the
-    training evaluates, which may be the moving average. Predictions and pictures of an
-    earlier training are deleted. Predictions are written if `tested` has some, and pictures if the recipe draws some.
+    Rank 0 writes the weights to job.model_path. These are the weights that the training evaluates, which may be the
+    moving average. Rank 0 deletes predictions and pictures of an earlier training from job.logs. It writes new
+    predictions there if `tested` has some, and pictures if the recipe draws some.
 
     Args:
         setup: the training.
@@ -252,7 +252,7 @@ def export_model(
         device: the device that sends and receives rows.
 
     Raises:
-        OSError: The file cannot be written. The other ranks do not wait any longer then.
+        OSError: The file cannot be written. fill() returns on the other ranks nevertheless.
     """
     tensors: dict[str, Tensor] = with_room(weights)
     firsts = first_names(tensors)

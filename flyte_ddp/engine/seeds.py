@@ -38,7 +38,7 @@ def _gpu_generator() -> torch.Generator | None:
 def seed_all(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch, on the CPU and the current GPU, with 64 bits.
 
-    NumPy takes the lower 32. A GPU is only seeded if this process has initialized CUDA.
+    NumPy's gets the lower 32 bits. A GPU is only seeded if this process has initialized CUDA.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -72,11 +72,11 @@ def set_up(
 ) -> SetUp:
     """Load the recipe and its data, try them on some samples, and build everything that a training needs; a collective.
 
-    The training that is returned is before its first step. If init is a checkpoint, the training already continues from
-    that. The training's own checkpoint, for a resume, is not loaded yet.
+    The training that is returned is before its first step. If job.init is a checkpoint, it is loaded already. The
+    training's own checkpoint, for a resume, is not.
 
     Args:
-        environment: this rank and its ranks.
+        environment: this rank, and the number of ranks.
         device: this rank's device.
         job: the job.
         cache: the cache for samples in Blocks.

@@ -24,9 +24,9 @@ class Spikes:
     def judge(self, norm: Tensor) -> Tensor:
         """Return whether the norm of a step's gradients is a spike, () bool, and add the norm to the running mean.
 
-        A spike is more than `deviations` standard deviations above the mean of the norms before. The running mean then
-        counts it as that bound, not as its own value. The first FIRST norms are never spikes. The host does not wait
-        for the device.
+        A spike is more than `deviations` (of __init__) standard deviations above the mean of the norms before. The mean
+        then counts this limit in place of the spike. The first FIRST norms are never spikes. The host does not wait for
+        the device.
 
         Args:
             norm: (), the norm of all gradients together, before clipping.

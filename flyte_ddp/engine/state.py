@@ -174,9 +174,8 @@ class TrainingState(Training):
         Progress.end_step() raises the error, not this method. With settings.skip_spikes, a step whose gradients leap
         changes neither the weights nor the average.
 
-        The host waits for the device only if the optimizer is not fused, or if there are both an average and
-        skip_spikes; and in the first step, if model() has frozen weights. With virtual ranks the host waits in more
-        steps.
+        The host waits for the device if the optimizer is not fused, or if there are both an average and skip_spikes.
+        With virtual ranks, or frozen weights, it waits in some steps.
 
         Args:
             shares: this rank's samples of the global batch: a list of one Batch, or with virtual ranks of one for each
@@ -237,17 +236,18 @@ class TrainingState(Training):
         return not (self.trace or is_due) and bool(self._ahead and self._ahead.may(self.schedule.last_epoch))
 
     def go_back(self, step: int) -> bool:
-        """Restore the training as it was before a step that has failed, if taking the step again may mend it.
+        """Restore the training as it was before a step that has failed, if the step may succeed when taken again.
 
-        With virtual ranks, a step may fail because the units of its sums did not fit. The host finds that out some
-        steps later. After this call, progress.step is `step`, and the caller takes the steps again from there.
+        With virtual ranks, gradients may not fit the fixed-point units that were predicted for the step, which the host
+        learns some steps later. After this call, progress.step is `step`, and the caller takes the steps again from
+        there.
 
         Args:
             step: the first step of the current epoch, from 0, that has failed.
 
         Returns:
-            True if the training was restored. False, without any change, if the host has waited for that step's sums,
-            as it always does without virtual ranks: then a number was not finite.
+            True if the training was restored. False, without any change, if the step failed because a number was not
+            finite, as always without virtual ranks.
         """
         number = self.schedule.last_epoch - (self.progress.step - step)
         if not (self._ahead and self._ahead.go_back(number, self.progress.sums)):
@@ -313,7 +313,7 @@ class TrainingState(Training):
 
     @torch_compat.only_deterministic()
     def _gather(self, shares: Sequence[Batch], before: BufferCopy) -> Gathered | None:
-        """Compute the global batch's rows, which all_gather() will return in this step; a collective.
+        """Compute the rows of the global batch that all_gather() will return in this step; a collective.
 
         Call this with virtual ranks only.
 
@@ -342,8 +342,8 @@ class TrainingState(Training):
         The host waits for the device. Call it only without sharding.
 
         Returns:
-            The counts of BINS equal bins, and the BINS + 1 edges of the bins. There are none if the step's update was
-            left out: its gradients are neither divided by the weight of the batch nor clipped.
+            The counts of BINS equal bins, and the BINS + 1 edges of the bins. The dict is empty if the step's update
+            was left out.
         """
         histograms: dict[str, tuple[list[float], list[float]]] = {}
         if self._is_left_out:
@@ -490,13 +490,13 @@ class TrainingState(Training):
         self.drift.compare(tensors, what, self.progress.epoch, self.progress.step - 1)
 
     def _sum_base(self) -> list[int]:
-        """Return a checksum of each weight of the base, in the order of their names; an empty list without a base.
+        """Return a checksum of each weight that model() has frozen, and that no checkpoint has.
 
-        The base has the weights that model() has frozen, and that no checkpoint has. Torch's own count of a tensor's
-        changes would miss a change by `.data`.
+        The checksums are in the order of the weights' names. The list is empty if there are no such weights.
         """
         if not self.base.names:
             return []
+        # Torch's own count of a tensor's changes would miss a change by `.data`
         weights = self.model.state_dict()
         sums = [sum_bits(local(weights[name])).to(self.device) for name in sorted(self.base.names)]
         return torch.stack(sums).tolist()

@@ -99,11 +99,10 @@ class Step(nn.Module):
     def forward(self, *of_part: Any) -> Tensor:
         """Return the loss to call backward() on, (): the sum of the samples' losses, times the number of ranks.
 
-        A sample's "objective" takes the place of its loss if the recipe has one. DistributedDataParallel averages
-        gradients over the ranks, and the factor makes up for that. The parameter `carrier`, whose value is 0, carries
-        what the ranks add up besides: backward() adds this part's sums of measures and requests, times the number of
-        ranks, to the gradient of `carrier`. After the rank's last part, DistributedDataParallel averages that gradient,
-        too, so it has the sums over all ranks.
+        A sample's "objective" takes the place of its loss if the recipe has one. The number of ranks makes up for
+        DistributedDataParallel, which averages gradients over the ranks. backward() also adds this part's sums of
+        measures and requests, times the number of ranks, to carrier.grad. After the last part, DistributedDataParallel
+        averages carrier.grad, too, so it has the sums over all ranks.
 
         Args:
             *of_part: the arguments of compute_sums(): a part of the batch, this rank's requests to stop and to save,

@@ -41,9 +41,8 @@ class StopPoll:
     def after_batch(self, stop: bool) -> bool:
         """Exchange stop requests if it is time, and return whether all ranks leave the evaluation now; a collective.
 
-        Each rank calls it after each global batch, and all get the same answer. With several ranks, a request is obeyed
-        some batches after it was made. Once is_shared() returns False, because a rank has ended its evaluation, nothing
-        is exchanged any more.
+        Each rank calls it after each global batch, and all get the same answer. Several ranks leave some batches
+        after the request. Nothing is exchanged any more once is_shared() has returned False.
 
         Args:
             stop: whether this rank was asked to stop.
@@ -58,9 +57,8 @@ class StopPoll:
     def _exchange(self, stop: bool) -> None:
         """Sum this rank's stop request and its seconds for a batch over all ranks; a collective.
 
-        The call sets is_agreed if any rank was asked to stop, and sets the number of batches until the next exchange.
-        All ranks set the same. On a GPU the two values come from the exchange before this one, so the host does not
-        wait.
+        From the sums, the call sets is_agreed and the number of batches until the next exchange, alike on all ranks. On
+        a GPU it uses the sums of the exchange before this one, so the host does not wait.
         """
         now = time.perf_counter()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # filled without a copy that the host awaits

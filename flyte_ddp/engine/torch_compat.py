@@ -63,12 +63,11 @@ def name_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 def count_in_total(counter: Any) -> Any:
     """Make a FlopCounterMode count all operations together instead of by layer, and return the same counter.
 
-    To count by layer, a FlopCounterMode hooks the inputs of layers. These hooks make torch.autograd.grad() fail for an
-    input that is a leaf, such as the positions of atoms. FlopCounterMode has no public option to leave the hooks out.
-
     Args:
         counter: the FlopCounterMode, which is changed in place.
     """
+    # To count by layer, it hooks the inputs of layers. The hooks make torch.autograd.grad() fail for an input that is a
+    # leaf, such as the positions of atoms, and there is no public option to leave them out
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
     return counter
@@ -110,7 +109,7 @@ def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
     It is a context manager. All other errors of the block are raised as they are.
 
     Args:
-        replicated: the wrapper that the block calls. The names are those of its trained parameters.
+        replicated: the wrapper that the block calls. The error names parameters of the network in it.
 
     Raises:
         InputError: The block raised torch's error that parameters had no gradient in the step before.
@@ -132,8 +131,8 @@ def naming_unused(replicated: SettledBuckets) -> Iterator[None]:
 def last_layers_first(module: nn.Module) -> Iterator[None]:
     """Make a network's named_modules() list the layers in reverse order while the block runs; a context manager.
 
-    Within the block, the caller wraps the network in DistributedDataParallel. DistributedDataParallel then fills its
-    buckets from the last layers on.
+    In the block, the caller wraps the network in DistributedDataParallel, whose buckets then begin with the last
+    layers.
     """
     layers = list(module.named_modules())
     module.named_modules = lambda *_, **__: reversed(layers)  # type: ignore[method-assign]
@@ -245,8 +244,7 @@ def copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
 def gather_in_own_dtype(units: Iterable[Any]) -> Iterator[None]:
     """Let FSDP units gather weights in the weights' own dtype while the block runs; a context manager.
 
-    Outside of the block, a unit with mixed precision gathers its weights in a lower precision, such as bfloat16. At the
-    end of the block, each unit has its MixedPrecisionPolicy again. Torch has no public way to change the policy later.
+    Outside of the block, a unit with mixed precision gathers its weights in a lower precision, such as bfloat16.
     """
     groups = [*chain.from_iterable(unit._get_fsdp_state()._fsdp_param_groups for unit in units)]
     cast = {}
@@ -287,13 +285,13 @@ def hook_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
     """Register a function that torch calls in a backward pass for each trained weight of an FSDP unit; a collective.
 
     This function returns at once. Later, torch calls `call` when this rank's gradient of a whole weight is complete,
-    before the ranks share out its rows. A weight that the pass does not use causes no call. (Torch's own hooks of the
-    sharded weights run for unused weights, too.)
+    before the ranks share out its rows. A weight that the pass does not use causes no call.
 
     Args:
         unit: a module that fully_shard was applied to, in a network that has run forward before.
         call: gets the position of the weight in trained_weights(unit).
     """
+    # Torch's own hooks of the sharded weights run for unused weights, too
     unit.unshard()  # the whole weights are tensors of their own, which stay the same ones
     unit.reshard()
     for number, param in enumerate(_trained_params(unit)):
@@ -303,14 +301,14 @@ def hook_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
 def use_backward_hooks(unit: Any) -> None:
     """Make an FSDP unit notice the end of its backward pass by hooks on its inputs, instead of by an autograd function.
 
-    The unit is changed in place. By default, torch passes the unit's inputs through an autograd function. Because of
-    that autograd function, a sharded network differs in two ways from the same network without sharding. If a tensor is
-    used in the unit and elsewhere, its gradients are added up in another order. And a layer that checks whether two of
-    its inputs are the same tensor finds that they are not.
+    The unit is changed in place.
 
     Args:
         unit: a module that fully_shard was applied to.
     """
+    # Torch's autograd function makes a sharded network differ in two ways from the same one without sharding. The
+    # gradients of a tensor that is used in the unit and elsewhere are added up in another order. A layer that checks
+    # whether two of its inputs are the same tensor finds that they are not
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         group._register_post_backward_hook = partial(_hook_inputs, group)
 
@@ -318,9 +316,9 @@ def use_backward_hooks(unit: Any) -> None:
 def _hook_inputs(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Have an FSDP unit add up its gradients across ranks as soon as its inputs' gradients are computed.
 
-    The unit is a layer that torch shards as a whole. Its inputs get a hook that calls group.post_backward. If no input
-    has a gradient, torch itself calls that at the end of the backward pass. No hook is added while gradients are off,
-    or during a backward pass.
+    The inputs get a hook that calls group.post_backward. No hook is added while gradients are off, during a backward
+    pass, or if no input has a gradient. In the last case, torch itself calls group.post_backward at the end of the
+    backward pass.
 
     Args:
         group: torch's own object for the weights of the unit.
@@ -367,14 +365,14 @@ def prefer_deterministic() -> None:
 
 @contextmanager
 def only_deterministic() -> Iterator[None]:
-    """Refuse operations without a deterministic version: raise an InputError that names the operation.
+    """Raise an InputError for an operation in the block that has no deterministic version.
 
     It is a context manager, and a decorator. Outside of the block, torch only warns of such an operation. Nothing is
-    refused if deterministic algorithms are off when the block begins, as a recipe may turn them off. Other errors are
-    raised as they are, also torch's about CUBLAS_WORKSPACE_CONFIG.
+    refused if deterministic algorithms are off when the block begins, as a recipe may turn them off. Other errors pass
+    unchanged, such as torch's about CUBLAS_WORKSPACE_CONFIG.
 
     Raises:
-        InputError: The block uses an operation that has no deterministic version.
+        InputError: The block uses such an operation. The message names it.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -445,8 +443,7 @@ def batch_order(loader: DataLoader[Any]) -> tuple[str, Any]:
 def set_batch_order(loader: DataLoader[Any], order: Iterable[Any]) -> None:
     """Make a loader read its batches in another order, in every iteration that begins after the call.
 
-    The loader's batch_sampler, sampler and len() stay as they were: only what the loader yields changes. (DataLoader
-    refuses to set a new sampler, and a new DataLoader would lose what a subclass adds.)
+    The loader's batch_sampler, sampler and len() stay as they were: only what the loader yields changes.
 
     Args:
         loader: the loader, which is changed in place.
@@ -454,6 +451,7 @@ def set_batch_order(loader: DataLoader[Any], order: Iterable[Any]) -> None:
             batch_sampler, it replaces the sampler, and yields single indices. Each iteration of the loader iterates
             over `order` anew.
     """
+    # DataLoader refuses to set a new sampler, and a new DataLoader would lose what a subclass adds
     name, _ = batch_order(loader)
 
     def iterator() -> Any:

@@ -181,8 +181,9 @@ def make_plan(setup: SetUp, settings: TrainingSettings) -> Plan:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, instead of returning it to the kernel page by page.
 
-    This allocates and frees one block of 31 MiB. After that, glibc allocates blocks up to this size on the heap, and
-    keeps up to twice as much of it free (mallopt(3), M_MMAP_THRESHOLD). Otherwise a step of mnist_cnn has 1,000 to
-    2,000 page faults, which take a tenth of its time. Without glibc it has no effect.
+    glibc then keeps up to about 62 MiB free. Otherwise a step of mnist_cnn has 1,000 to 2,000 page faults, which take a
+    tenth of its time. Without glibc it has no effect.
     """
+    # glibc allocates blocks up to the size of a freed one on the heap, and keeps up to twice as much of it free
+    # (mallopt(3), M_MMAP_THRESHOLD)
     torch.empty(31 << 20, dtype=torch.uint8)  # bytes; the threshold grows to 32 MiB at most

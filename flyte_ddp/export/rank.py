@@ -62,7 +62,7 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
     def collect_hits(batch: Batch, pairs: Pairs) -> None:
         seen.append(find_hits(recipe, batch.tree, pairs))
 
-    measured = measure(recipe, model, test, link, look=collect_hits)
+    measured = measure(recipe, model, test, link, on_batch=collect_hits)
     few, more = (
         programs.record_call(recipe, model, fetch_batch(recipe, test, indices), len(indices))
         for indices in pick_samples(test)
