@@ -83,10 +83,9 @@ def restore_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
 def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
     """Call on_train_epoch_start of the user's callbacks and of the module, after a resume within an epoch.
 
-    Lightning does not call these hooks then, because the epoch has begun already. Among Lightning's own callbacks, only
-    GradientAccumulationScheduler and StochasticWeightAveraging are called. Subclasses of BaseFinetuning are not called.
-    After its hook, each of the user's callbacks gets back what its state_dict() returned before. Weights that a hook
-    has changed are not put back here.
+    Lightning does not call these hooks then. Among Lightning's own callbacks, only GradientAccumulationScheduler and
+    StochasticWeightAveraging are called. Subclasses of BaseFinetuning are not called. Afterwards each of the user's
+    callbacks has the state_dict() from before its hook. Weights that a hook changes stay changed.
 
     Args:
         trainer: the trainer.

@@ -49,11 +49,12 @@ class CheckpointFiles(TorchCheckpointIO):
         self.position = 0, 0
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write Lightning's checkpoint to this path; Lightning calls it on rank 0.
+        """Write Lightning's checkpoint to a path; Lightning calls it on rank 0.
 
-        At job.checkpoint_path the checkpoint gets this library's format. Files that ModelCheckpoints have saved to the
-        logs are kept beside it, and kept files that it doesn't need are deleted. CheckpointWritten is emitted, with
-        `position`. After an OSError, CheckpointFailed is emitted instead, and the earlier checkpoint stays.
+        At job.checkpoint_path the file gets this library's format. Files that ModelCheckpoints have saved to the logs
+        are copied to a folder beside it. Copies there that this checkpoint doesn't need are deleted. CheckpointWritten
+        is emitted, with self.position. If a file can't be written, CheckpointFailed is emitted instead, and the earlier
+        checkpoint stays.
 
         At any other path, the file is as Lightning writes it, but appears whole or not at all. A URL is left to
         Lightning.
@@ -95,26 +96,27 @@ class CheckpointFiles(TorchCheckpointIO):
         check_readable(_needed(checkpoint))
 
     def find(self) -> str | None:
-        """Find rank 0's checkpoint of this training, and keep its state for load_checkpoint(); a collective.
+        """Find rank 0's checkpoint of this training, and keep its content for load_checkpoint(); a collective.
 
         Returns:
             The checkpoint's path, for Trainer.fit. None, on all ranks, if there is no checkpoint or it is refused.
 
         Raises:
-            InputError: The user has asked for the checkpoint that is refused, or it is another training's in the output
-                folder. Rank 0 alone raises it.
+            InputError: The checkpoint is refused, and the user has asked for it. Or the output folder has another
+                training's checkpoint. Rank 0 alone raises it.
             RecoverableError: The checkpoint cannot be read now. Rank 0 alone raises it.
         """
         self._state = state_on_all_ranks(self._job, self._emit, self._device)
         return self._path if self._state else None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
-        """Return the state of the checkpoint at a path.
+        """Return the state of the checkpoint at a path. Lightning calls it on all ranks.
 
-        Lightning calls it on all ranks. For the path that find() has returned, the call is a collective, and the result
-        is the state that find() has kept. The kept state is given away, so each such call needs a call of find() before
-        it. Rank 0 also puts the files that ModelCheckpoints had saved back into the logs, and warns of each file that
-        is gone. For any other path, the result is what Lightning reads from there.
+        For the path that find() has returned, the call is a collective. It returns what find() has kept, and
+        drops it, so each such call needs a call of find() before. Rank 0 also puts the files that ModelCheckpoints had
+        saved back into the logs, and warns of each file that is gone.
+
+        At any other path, Lightning reads the file.
 
         Args:
             path: the checkpoint.
@@ -135,16 +137,15 @@ class CheckpointFiles(TorchCheckpointIO):
     def restore_tensors(self, trainer: Trainer) -> None:
         """Load the weights and the state of optimizers from rank 0's checkpoint once more; a collective.
 
-        Call it after a resume, before a new checkpoint is written: the file is read again. The hook on_load_checkpoint
-        of the module and of all callbacks is called, because the checkpoint of a WeightAveraging has the average in
-        place of the weights.
+        Call it after a resume, before a new checkpoint is written, because it reads the file again. It also calls the
+        hook on_load_checkpoint of the module and of all callbacks.
         """
         self.find()
         state, self._state = self._state, None
         assert state
         call_module(trainer, "on_load_checkpoint", state)  # it may add what the module's on_save_checkpoint leaves out
         trainer.strategy.load_model_state_dict(state, strict=trainer.lightning_module.strict_loading)
-        call_callbacks_on_load(trainer, state)
+        call_callbacks_on_load(trainer, state)  # a WeightAveraging's checkpoint has the average in place of the weights
         trainer.strategy.load_optimizer_state_dict(state)
 
 

@@ -25,16 +25,17 @@ class KeptFiles:
         self._logs = os.path.realpath(job.logs)  # as ModelCheckpoint has it
 
     def keep(self, callbacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Link or copy the files that ModelCheckpoints have saved to the folder beside the checkpoint.
+        """Copy the files of ModelCheckpoints from the logs to the folder beside the checkpoint, by a link if possible.
 
-        Rank 0 alone calls it. Only files in this attempt's logs are kept. A file that is kept already, unchanged, is
-        not copied again. Files that the state no longer names stay until drop_others().
+        Rank 0 alone calls it. Files outside of this attempt's logs are left out. An unchanged file is not copied again.
+        Old copies stay until drop_others().
 
         Args:
             callbacks: the state of the callbacks, which names the files.
 
         Returns:
-            What restore() needs: "logs", the folder of the logs, and "files", the name of each kept file by its path.
+            What restore() needs: "logs", the folder of the logs, and "files", the name of each copy by the path of its
+            file.
 
         Raises:
             OSError: A file could not be linked or copied.
@@ -60,10 +61,10 @@ class KeptFiles:
                 file.unlink(missing_ok=True)
 
     def restore(self, callbacks: dict[str, Any], kept: Mapping[str, Any]) -> list[str]:
-        """Put the kept files into this attempt's logs, and change their paths in the callbacks' state; a collective.
+        """Put the kept files into this attempt's logs, and change the paths in the callbacks' state; a collective.
 
-        Rank 0 alone links or copies files, and replaces any that are there. All ranks change the paths: in the states
-        of ModelCheckpoints, each path in the earlier attempt's logs becomes one in the logs of rank 0.
+        Rank 0 alone links or copies files, and replaces files of the same names. All ranks change the paths: in the
+        states of ModelCheckpoints, each path in the earlier attempt's logs becomes one in the logs of rank 0.
 
         Args:
             callbacks: the state of the callbacks, which is changed in place.
@@ -89,13 +90,13 @@ class KeptFiles:
         return gone
 
 
-def _put(file: Path, place: Path) -> None:
-    """Make `place` a hard link to a file, or a copy of the file where no link is possible.
+def _put(file: Path, target: Path) -> None:
+    """Make `target` a hard link to a file, or a copy of the file where no link is possible.
 
-    What is at `place` is replaced in one step, so `place` never has a part of a file. Raises FileNotFoundError if the
-    file is gone.
+    An existing target is replaced in one step, so it never has a part of a file. Raises FileNotFoundError if the file
+    is gone.
     """
-    with replacing(place) as beside:
+    with replacing(target) as beside:
         link_or_copy(file, beside)
 
 

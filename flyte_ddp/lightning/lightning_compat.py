@@ -21,15 +21,15 @@ from flyte_ddp.engine.torch_compat import last_layers_first, settle_buckets
 def settle_strategy_buckets(strategy: Strategy) -> None:
     """Make a DDP strategy fix the buckets of gradients when it wraps the network.
 
-    DistributedDataParallel would otherwise choose new buckets after the first step of each attempt. The buckets decide
-    the order in which gradients are added up. With fixed buckets, a resumed training ends with the same bits as an
-    undisturbed one. Other strategies are left alone.
+    With fixed buckets, a resumed training ends with the same bits as an undisturbed one. Other strategies are left
+    alone.
 
     Args:
         strategy: the trainer's strategy; its _setup_model is replaced.
     """
     if not isinstance(strategy, DDPStrategy):
         return
+    # DistributedDataParallel would choose new buckets after each attempt's first step, and add up in another order
     replicate = strategy._setup_model
 
     def replicated(model: nn.Module) -> DistributedDataParallel:
@@ -55,19 +55,20 @@ def _call_before(owner: Any, method: str, call: Callable[[], None]) -> None:
 def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
     """Make the trainer call `call` before each training step, after all hooks of the step before.
 
-    Lightning has no such hook: callbacks' on_train_batch_end runs before the module's. The function also turns off
-    Lightning's own check for SIGTERM, because that check makes the host wait for the device in each step.
+    The function also turns off Lightning's own check for SIGTERM.
     """
+    # Lightning has no such hook: callbacks' on_train_batch_end runs before the module's
     loop = trainer.fit_loop.epoch_loop
     _call_before(loop, "advance", call)
+    # The check would make the host wait for the device in each step
     loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
     """Make the trainer call `call` before each validation during training, after all hooks of the step before.
 
-    Do this once for a trainer, when its training has started: a second time adds a second call, and before the start
-    the sanity check would call it, too.
+    Call this function once for each `call`, when the training has started. Before the start, the sanity check would
+    call `call`, too.
 
     Args:
         trainer: the trainer; the run method of its validation loop is replaced.
@@ -77,9 +78,7 @@ def before_each_validation(trainer: Trainer, call: Callable[[], None]) -> None:
 
 
 def begin_with_validation(checkpoint: dict[str, Any]) -> None:
-    """Change a checkpoint of Lightning in place, so that a resume begins with the validation.
-
-    The checkpoint is one from just before that validation.
+    """Change a checkpoint from just before a validation in place, so that a resume begins with the validation.
 
     Args:
         checkpoint: the dict that Lightning would save.
@@ -107,9 +106,10 @@ def after_train_start(trainer: Trainer, call: Callable[[], None]) -> None:
 def begin_to_read_again(trainer: Trainer) -> None:
     """Start the workers of the training loaders anew, so that they get the Dataset as it is now.
 
-    Call this function before the first batch is read. It does nothing if no loader has workers, or if all workers are
-    persistent, which Lightning starts once for all epochs. It does nothing either if a loader has load_state_dict.
+    Call this function before the first batch is read. It does nothing if all workers are persistent, if no loader has
+    workers, or if a loader has load_state_dict.
     """
+    # Lightning starts persistent workers once for all epochs
     loop = trainer.fit_loop
     fetcher, combined = loop._data_fetcher, loop._combined_loader
     assert fetcher
@@ -130,8 +130,8 @@ def before_each_epoch(trainer: Trainer, call: Callable[[], None]) -> None:
 def call_hooks_without_epochs(trainer: Trainer) -> None:
     """Make the trainer call all hooks on_train_start and on_train_end where a resume has no epoch left to train.
 
-    Lightning calls neither then. But on_train_end may change the weights, as callbacks that average them do, and it may
-    need what on_train_start sets. StochasticWeightAveraging also gets what its last epoch would have set.
+    Lightning calls neither then. But on_train_end may change the weights, as callbacks that average them do.
+    StochasticWeightAveraging also gets what its last epoch would have set.
 
     Args:
         trainer: the trainer, before its fit; the run method of its training loop is replaced.
@@ -144,7 +144,7 @@ def call_hooks_without_epochs(trainer: Trainer) -> None:
         run()
         if not is_done:
             return
-        loop.on_run_start()
+        loop.on_run_start()  # on_train_end may need what it sets
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StochasticWeightAveraging) and callback._model_contains_batch_norm:
                 callback._accumulate_grad_batches = trainer.accumulate_grad_batches
@@ -183,9 +183,8 @@ REDUCTIONS: dict[str, Any] = {
 def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
     """Return what this rank's training steps of the epoch have logged so far, for restore_logged().
 
-    Values logged with sync_dist_group are left out, because a checkpoint cannot hold a group of ranks. A metric object
-    that was logged is only named, by its attribute in the module, without its state. A metric object that is no
-    attribute of the module is left out.
+    Of a metric object, only its attribute's name in the module is returned, not its state. Metric objects that are no
+    attribute of the module are left out, and so are values logged with sync_dist_group.
 
     Returns:
         A dict for each logged value, with its key, how it was logged, and its sums as tensors. The tensors are not
@@ -204,7 +203,7 @@ def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
         }
         for key, one in results.items()
         if not one.has_reset
-        and one.meta.sync.group is None
+        and one.meta.sync.group is None  # a checkpoint cannot hold a group of ranks
         and (one.is_tensor or modules.get(one.meta.metric_attribute) is one.value)
     ]
 

@@ -58,10 +58,10 @@ class Loaders:
     def adapt_methods(
         self, owner: LightningModule | LightningDataModule, seed: Callable[[], None], begin_order: Callable[[], None]
     ) -> None:
-        """Wrap the owner's methods that make DataLoaders, so that all ranks make the same loaders, and check them.
+        """Wrap the owner's methods that make DataLoaders, so that all ranks make the same ones, and check the loaders.
 
         The methods train_dataloader, val_dataloader and test_dataloader are replaced on the object `owner`. A wrapped
-        method calls `seed`, makes the loaders, and puts the global random generators back. train_dataloader then calls
+        method calls `seed`, makes the loaders, and restores the global random generators. train_dataloader then calls
         `begin_order`, whose effect on the generators stays. Each loader is then checked:
 
         - InputError is raised for a sampler that no resume could restore. On several ranks it is also raised for a
@@ -70,8 +70,7 @@ class Loaders:
         begins_epochs_anew.
         - A training Dataset with a random generator of its own adds a warning to `problems`.
 
-        The method prepare_data is replaced, too, and puts the generators back: Lightning calls it on one rank of a
-        node, which would otherwise draw other splits in setup.
+        The method prepare_data is replaced, too, and restores the generators at its end.
 
         Args:
             owner: the module or its data.
@@ -99,6 +98,7 @@ class Loaders:
 
         for name in METHODS:
             setattr(owner, name, settled(name, getattr(owner, name)))
+        # Lightning calls prepare_data on one rank of a node, which would otherwise draw other splits in setup
         owner.prepare_data = isolate_rng()(owner.prepare_data)  # type: ignore[method-assign]
 
     def _check(self, loader: object) -> None:
@@ -142,14 +142,14 @@ class Loaders:
 
         Each loader that can skip batches gets an order of samples that follows from the seed and the epoch. If the
         training begins within an epoch, its training loader skips the batches that are done, and Lightning's counts of
-        steps are set to match. Each sampler with set_epoch() is told the epoch here. Lightning would tell it only after
-        the workers have begun to read.
+        steps are set to match. Each sampler with set_epoch() is told the epoch.
         """
         process = trainer.strategy.process_dataloader
 
         def processed(dataloader: object) -> object:
             loader: Any = process(dataloader)
             epoch, step = self._position()
+            # Lightning would tell the epoch only after the workers have begun to read
             for sampler in list_samplers(loader):
                 if set_epoch := getattr(sampler, "set_epoch", None):
                     set_epoch(epoch)

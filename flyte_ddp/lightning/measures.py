@@ -62,18 +62,19 @@ class LoggedByValidation(DummyLogger):
 def find_unlogged_measures(
     headline: str, trained: set[str], validated: Mapping[str, float], has_validation: bool, has_batches: bool
 ) -> list[str]:
-    """Return a warning for each measure that the module does not log as a report needs it; [] if all is well.
+    """Return a warning for each measure that a report needs, and the module does not log; [] if all is well.
 
-    The headline gets a warning if neither training nor validation logs it. With a validation, "loss" and the headline
-    each get a warning if they are logged, but not for the validation as a whole. A measure of a single validation
-    loader (NAME/dataloader_idx_N) is logged, but not for the validation as a whole.
+    - The headline gets a warning if neither training nor validation logs it.
+    - With a validation, "loss" gets a warning if only training or single validation loaders (as NAME/dataloader_idx_N)
+    log it. So does the headline.
+    - If no validation loader has a batch, the only warning says so.
 
     Args:
         headline: the name of the main measure.
         trained: names that training steps have logged.
         validated: what the validation has logged, by name.
         has_validation: whether a validation has run.
-        has_batches: False if there are validation loaders without any batch. The only warning then says so.
+        has_batches: False if there are validation loaders without any batch.
     """
     if not has_batches:
         return ["nothing is validated, as val_dataloader has no batch: give it samples, or leave it out"]

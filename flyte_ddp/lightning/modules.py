@@ -105,9 +105,10 @@ def _find_class(name: str, base: type) -> type:
 def _refuse_unused_settings(called: Sequence[Callable[..., Any]], job: LightningJob) -> None:
     """Raise InputError for a field of the user's settings that none of these callables takes as a parameter.
 
-    Nothing would obey such a field, while the report says that it was used. Fields of LightningSettings itself are not
-    meant: the library uses them. A parameter named `settings` takes all fields.
+    Fields of LightningSettings itself are allowed, because the library uses them. A parameter named `settings` takes
+    all fields.
     """
+    # Nothing would obey such a field, while the report says that it was used
     taken = {*chain.from_iterable(inspect.signature(one).parameters for one in called)}
     of_trainer = {field.name for field in fields(LightningSettings)}
     unused = [field.name for field in fields(job.settings) if field.name not in taken | of_trainer]
@@ -130,6 +131,11 @@ def _call_with_settings(name: str, kind: Callable[..., Any], job: LightningJob) 
 
     A parameter may have the name of a field of the settings, or be `settings`, `data_path`, `loader_workers` or
     `pin_memory`. A parameter of any other name keeps its default.
+
+    Args:
+        name: the name of the class or function, for the message.
+        kind: the class or function.
+        job: the training, with the values.
 
     Raises:
         InputError: a parameter of another name has no default.

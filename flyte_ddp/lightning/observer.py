@@ -153,9 +153,9 @@ class RankObserver(Checkpoint, Training):
         Call this before the first step. If Lightning has skipped the training, call it before the test.
 
         Raises:
-            InputError: this rank has no training batch, which other ranks may not raise; or a resumed training has
-                another number of ranks than before, and a learning rate schedule with total_steps would therefore end
-                before the training.
+            InputError: this rank has no training batch; other ranks may not raise this. Or a resumed training has
+                another number of ranks than before, so a learning rate schedule with total_steps would end before the
+                training.
             RecoverableError: a host differs from the others, and options.odd_hosts is "refuse".
         """
         if not trainer.num_training_batches:  # Lightning ends at once then, without training
@@ -291,8 +291,9 @@ class RankObserver(Checkpoint, Training):
     def _between_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Save a checkpoint, and stop, if a rank has asked for it; a collective.
 
-        It is called before each step. Before the first step after a resume within an epoch, it repeats what happens at
-        an epoch's start. If a hook at the start may have changed the Dataset, it has new workers read the data.
+        The trainer calls this before each step. Before the first step after a resume within an epoch, this method
+        repeats what happens at an epoch's start. After a resume beyond the first epoch, new workers read the data if a
+        hook at the start may have changed the Dataset.
 
         Raises:
             StopRequested: A rank was asked to stop; the checkpoint was written.
@@ -308,10 +309,10 @@ class RankObserver(Checkpoint, Training):
         self._asked = NOTHING
 
     def gather_within(self) -> None:
-        """Store in `within` what a checkpoint within the epoch needs besides Lightning's state; a collective.
+        """Store in self.within what a checkpoint within the epoch needs besides Lightning's state; a collective.
 
-        The last loss and the weights are checked first. A warning is emitted once if gradients were left out, since
-        waiting for their optimizer took too long.
+        The last loss and the weights are checked first. A warning is emitted once if gradients are left out, because
+        their optimizer has not stepped for too long.
 
         Raises:
             NonFiniteError: a loss or weight is not finite; on all ranks.
@@ -325,9 +326,9 @@ class RankObserver(Checkpoint, Training):
         self.within = {**self._epoch_state.gather(), "is_trained": is_trained}
 
     def _begin_epoch_again(self, trainer: Trainer) -> None:
-        """Repeat what happens at an epoch's start, for an epoch within which the training resumes; a collective.
+        """Repeat what happens at an epoch's start, because the training resumes within the epoch; a collective.
 
-        The method seeds the generators as the epoch's start did, calls the hooks on_train_epoch_start, and restores the
+        The method seeds the generators as at the epoch's start, calls the hooks on_train_epoch_start, and restores the
         gradients, logs and metrics that the checkpoint has. If a hook changed weights, buffers or optimizers on any
         rank, all ranks restore weights, buffers and optimizers from the checkpoint.
         """
@@ -341,10 +342,9 @@ class RankObserver(Checkpoint, Training):
         self.progress.clock.lap(StepPart.OTHER)
 
     def after_train_start(self, trainer: Trainer) -> None:
-        """After a resume, restore weights, buffers and optimizers if hooks may have changed them since; a collective.
+        """After a resume, restore weights, buffers and optimizers from the checkpoint if hooks may have changed them.
 
-        The hooks are on_fit_start and on_train_start of the module and of the user's callbacks. An undisturbed training
-        calls them once, before its first step.
+        The hooks are on_fit_start and on_train_start of the module and of the user's callbacks. This is a collective.
         """
         if has_hook(trainer, "on_fit_start", "on_train_start"):
             self._files.restore_tensors(trainer)
@@ -355,13 +355,16 @@ class RankObserver(Checkpoint, Training):
         """Keep a checkpoint on rank 0, so that a request to stop can end the validation that comes next; a collective.
 
         The checkpoint is kept in memory. Without it the ranks go through the whole validation before they stop. No
-        checkpoint is kept in these cases: a loader cannot resume within an epoch; the checkpoint has to wait for an
-        optimizer's step; the end of the epoch needs something that a resume after the steps would lack, such as a
-        metric's list; or a hook of the user's code fails on any rank while the checkpoint is made.
+        checkpoint is kept in these cases:
+
+        - A loader cannot resume within an epoch.
+        - The checkpoint has to wait for an optimizer's step.
+        - The epoch's end needs something that the checkpoint would lack, such as a metric's list.
+        - A hook of the user's code fails on any rank while the checkpoint is made.
 
         Raises:
-            NonFiniteError: A loss or weight is not finite. All ranks raise this error. Loss and weights are checked
-                only if none of the first three cases applies.
+            NonFiniteError: A loss or weight is not finite. All ranks raise it. In the first three cases nothing is
+                checked.
         """
         self._last_step = None
         self._begin_evaluation(trainer.num_val_batches, trainer.val_dataloaders)
@@ -391,8 +394,8 @@ class RankObserver(Checkpoint, Training):
     def _cannot_resume_at_validation(self, trainer: Trainer) -> bool:
         """Return whether the epoch's end needs more than a checkpoint before the validation could hold; a collective.
 
-        If so, a resume cannot begin with the validation. All ranks return True if, on any rank, a callback has ended
-        the training in a step, a metric keeps lists, or the module or a user's callback has on_train_epoch_end.
+        All ranks return True if, on any rank, a callback has ended the training in a step, a metric keeps lists, or the
+        module or a user's callback has on_train_epoch_end.
         """
         needs = trainer.should_stop or self._epoch_state.has_lists() or has_hook(trainer, "on_train_epoch_end")
         return any(all_reduce_flags([needs], self.device))
@@ -408,7 +411,7 @@ class RankObserver(Checkpoint, Training):
         """Write the checkpoint that rank 0 has kept since before the validation, and raise StopRequested; a collective.
 
         Rank 0 can't write it if the content could not be copied, or if the user's code has changed rank 0's weights
-        since. Then all ranks return, and the validation goes on to its end, whatever is asked for later.
+        since. Then all ranks return, and no request to stop can end this validation any more.
         """
         last, position = self._last_step, (self.progress.epoch, self.progress.step)
         self._can_leave = trainer.strategy.broadcast(last is not None and last.is_whole())

@@ -64,7 +64,7 @@ class Order:
         All other iterations begin at the start of their order.
 
         Args:
-            step: how many batches training has read in this epoch. The iteration leaves them out.
+            step: how many batches training has read from this loader in this epoch. The iteration leaves them out.
             has_cycles: whether training reads this loader several times in an epoch, because another loader is longer.
                 `step` then also counts the batches of the complete passes. A loader without a length is taken to have
                 made none.

@@ -19,9 +19,9 @@ SLOW_DATA = "look at what its host reads from, or raise num_workers of the DataL
 def make_plan(job: LightningJob, trainer: Trainer) -> Plan:
     """Return the plan of a training that is about to start: its epochs, steps per epoch and sample counts.
 
-    Progress.start() takes the plan. samples_per_epoch is the product of steps, ranks and the loader's batch size, but
-    at most what the samplers of all ranks yield together. If the loader has no batch size, samples_per_epoch is the
-    size of the datasets. test_samples stays 0, because the test split is opened after the training.
+    samples_per_epoch is the product of steps, ranks and the loader's batch size, but at most what the samplers of all
+    ranks yield together. If the loader has no batch size, samples_per_epoch is the size of the datasets. test_samples
+    stays 0, because the test split is opened after the training.
     """
     steps = int(trainer.num_training_batches)
     loader = trainer.train_dataloader
@@ -50,7 +50,7 @@ def count_samples(loaders: Any) -> int:
     """Return the number of samples in the datasets of all loaders.
 
     Args:
-        loaders: loaders in nested lists and dicts, or None. One whose dataset has no length counts as 0.
+        loaders: loaders in nested lists and dicts, or None. A loader whose dataset has no length counts as 0.
     """
     datasets = [getattr(loader, "dataset", None) for loader in pytree.tree_leaves(loaders)]
     return sum(len(dataset) for dataset in datasets if isinstance(dataset, Sized))

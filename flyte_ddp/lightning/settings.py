@@ -117,7 +117,7 @@ def _hint(name: str, other: type[Settings]) -> str:
         other: the class of options if the name was given as a setting, else that of settings.
 
     Returns:
-        The hint with a space before it; "" if the name is not known there either.
+        The hint with a space before it; "" if neither the Trainer nor `other` has the name.
     """
     if name in CALLED:
         return f" (the Trainer's {name} is {CALLED[name]})"
