@@ -28,7 +28,7 @@ def measure(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     on_batch: Callable[[Batch, Pairs], None] = lambda batch, pairs: None,
 ) -> Measured:
-    """Measure a network on a whole split in this process alone, with the batches of a training's evaluations.
+    """Measure a network on a whole split in this process alone, in batches of settings.test_batch_size.
 
     No gradients are computed. The recipe's `share` is changed, and the global random generators are seeded for each
     batch.
