@@ -64,16 +64,16 @@ def is_avoiding(platform: Platform) -> bool:
 
 
 def find_nodes(platform: Platform, *urls: str, limit: float | None = None) -> list[AvoidedNode]:
-    """Return the nodes to avoid, from the first of these folders that has a list of them; [] if none has.
+    """Return the nodes to avoid, from the first list of them in these folders; [] if no folder has a list.
 
-    Nodes of that list that were listed too long ago are left out. If a folder has no list, or a damaged one, which is
-    also a warning, its file ELSEWHERE may name the folder of an earlier attempt. That folder is then searched, and so
-    on, before the next URL. If the storage still fails after several tries, there is a warning, and the result is [].
+    Entries older than `limit` are left out. A folder without a list may have a file ELSEWHERE, which names the folder
+    of an earlier attempt. That folder is then searched before the next URL. A damaged list counts as none, with a
+    warning. If the storage still fails after several tries, the function warns and returns [].
 
     Args:
         platform: the platform.
         urls: the URLs of folders of checkpoints in the storage; an empty text is skipped.
-        limit: the hours for which a node is avoided, from when it was listed; None means DDP_AVOID_HOURS.
+        limit: the age in hours at which an entry is left out; None means DDP_AVOID_HOURS.
     """
     with _only_warning("it is not known which nodes to avoid"):
         return _read(platform, urls, registration().avoid_hours if limit is None else limit)
@@ -101,8 +101,11 @@ def _fetch(platform: Platform, url: str, name: str) -> str:
 def _parse(text: str, place: str) -> list[AvoidedNode] | None:
     """Return the nodes in the text of a file avoided-nodes.json, however long ago they were listed.
 
-    Returns None for an empty text, which means that there is no file. For any other text that is no such list, the
-    function prints a warning that names `place`, the URL of the file, and also returns None.
+    An empty text, which means that there is no file, gives None. A malformed text also gives None, with a warning.
+
+    Args:
+        text: the text.
+        place: the URL of the file, for the warning.
     """
     if not text:
         return None
@@ -128,10 +131,10 @@ def _write(platform: Platform, nodes: Collection[AvoidedNode]) -> None:
 def add_nodes(platform: Platform, names: Sequence[str], reason: str) -> None:
     """Add nodes to the list of nodes to avoid, beside this attempt's checkpoint in the storage.
 
-    A node that is in the list already gets the new reason and time, but keeps the marks of pods that have left it. If
-    this attempt has no list yet, it begins with the previous attempt's. Nodes that were listed more than
-    DDP_AVOID_HOURS ago leave the list. A line on the console says which nodes are avoided. Nothing happens locally or
-    without DDP_AVOID_HOURS. If the list cannot be read or written, it stays as it is, with a warning.
+    If this attempt has no list yet, its list begins as a copy of the previous attempt's. A node that is listed already
+    gets the new reason and time. Entries older than DDP_AVOID_HOURS are dropped. A line on the console names the nodes.
+    Nothing happens in a local run or without DDP_AVOID_HOURS. If the list cannot be read or written, it stays as it is,
+    with a warning.
 
     Args:
         platform: the platform.
@@ -164,26 +167,26 @@ def _only_warning(problem: str) -> Iterator[None]:
 
 
 def keep_away(platform: Platform, resume_from: str = "") -> dict[str, str]:
-    """Raise an error if this pod is on a node to avoid and can leave it; otherwise return warnings about such nodes.
+    """Raise an error if this pod must leave its node; otherwise return warnings about the nodes to avoid.
 
-    Call it before a training starts: in the process that starts the ranks, or on many nodes in each rank. A retry's pod
-    may come to the same node again. An execution leaves each node at most once, which a mark in the storage says, and
-    none in its last attempt, because a doubtful node is better than none. The list of nodes to avoid comes from the
-    first of these folders that has one: this attempt's checkpoint folder, the previous attempt's, resume_from. Rank 0,
-    or the process that starts the ranks, copies the list to this attempt's folder. If the storage fails, there is a
-    warning, and the pod stays.
+    Call it before a training starts: in the process that starts the ranks, or on many nodes in each rank.
+
+    The pod must leave if its node is to be avoided, the task has retries left, and no pod of this execution has left
+    the node before. Pods mark in the storage that they leave. The list of nodes to avoid comes from the first of these
+    folders that has one: this attempt's checkpoint folder, the previous attempt's, resume_from. Rank 0, or the process
+    that starts the ranks, copies the list to this attempt's folder. If the storage fails, there is a warning, and the
+    pod stays.
 
     Args:
         platform: the platform.
         resume_from: the folder of an earlier execution's checkpoint; empty is none.
 
     Returns:
-        For each node to avoid, by its name, a warning to show if a rank trains there. Empty in a local run and without
-        DDP_AVOID_HOURS. Empty, too, with a warning, if the pod does not know its node's name. In these cases the
-        storage is not read.
+        A warning for each node to avoid, by the node's name. Show it if a rank trains there. The dict is empty in a
+        local run, without DDP_AVOID_HOURS, and, with a warning, if the pod does not know its node's name.
 
     Raises:
-        RecoverableError: This pod is to leave its node, and the next attempt may come to another one.
+        RecoverableError: This pod must leave its node. The next attempt may come to another one.
     """
     if not is_avoiding(platform):
         return {}
@@ -247,15 +250,14 @@ def listing_bad_nodes(platform: Platform) -> Iterator[None]:
 
 
 def with_bad_nodes_listed(platform: Platform, start: Start) -> Start:
-    """Return a function like `start` that also adds nodes to the list of nodes to avoid.
+    """Return a function like `start` that also adds nodes with bad hardware to the list of nodes to avoid.
 
-    It adds the nodes whose hardware ranks report as odd, while they train, by the event OddNodes. If a RankError ends
-    the training, the function adds the nodes whose hardware the error blames, and raises the error again. Without
-    DDP_AVOID_HOURS, or in a local run, `start` itself is returned.
+    These are the nodes that an event OddNodes names during the training, and those that a RankError blames if it ends
+    the training. The RankError is raised again. In a local run, or without DDP_AVOID_HOURS, `start` itself is returned.
 
     Args:
         platform: the platform.
-        start: runs the ranks for (job, on_event), and returns their results by rank.
+        start: start(job, on_event) runs the ranks, and returns their results by rank.
     """
 
     def start_noting(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:
@@ -278,7 +280,7 @@ def set_node_variable(spec: Any, container: str) -> None:
 
     Args:
         spec: a V1PodSpec, which is changed.
-        container: the name of the container. It is added if the spec lacks it.
+        container: the name of the container, which is added if the spec lacks it.
     """
     from kubernetes import client  # takes 0.4 s
 
@@ -292,7 +294,7 @@ def set_node_variable(spec: Any, container: str) -> None:
 
 
 def exclude_nodes(spec: Any, nodes: Sequence[str]) -> None:
-    """Forbid a pod to run on these nodes, in addition to what its affinity asks for.
+    """Forbid a pod to run on these nodes, and keep the other rules of its affinity.
 
     Kubernetes recognises the nodes by their label kubernetes.io/hostname.
 

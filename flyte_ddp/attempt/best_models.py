@@ -28,11 +28,11 @@ class StoredModels(StorageFolder):
         self._versions: dict[str, tuple[int, ...]] = {}  # of the files beside the checkpoint, as they are stored
 
     def fetch_all(self) -> None:
-        """Download the best models of the storage's checkpoint into the folder of models beside the local checkpoint.
+        """Download the best models of the stored checkpoint into the folder of models beside the local checkpoint.
 
-        A list in the storage names the models. A storage folder on this machine may have no list: its files NAME.pt are
-        then copied under their own names. A model that is missing in the storage is left out, because the ranks can do
-        without it. A later put_all() does not upload the models again that the list names and the storage has.
+        A list in the storage names the models. Without a list, all files *.pt are copied if the storage folder is on
+        this machine. Models that the storage lacks are left out, because the ranks can do without them. A later
+        put_all() uploads a listed model again only if it was missing or has changed.
 
         Raises:
             Exception: The storage fails.
@@ -48,21 +48,19 @@ class StoredModels(StorageFolder):
                 self._stored.pop(name, None)  # the next model of this name is to be uploaded
 
     def put_all(self, models: Path, put_checkpoint: Callable[[], None]) -> None:
-        """Upload a folder's models NAME.pt, except those that the storage has already, and then the checkpoint.
+        """Upload a folder's models NAME.pt, and then the checkpoint.
 
-        A file of the same name may be another one: an evaluation that is done again after a restart of the ranks need
-        not have the same bits.
+        A model that the storage has is uploaded again only if its file on this machine has been replaced.
 
-        While the checkpoint is uploaded, the storage's list of models names the old and the new models. Afterwards the
-        list names the new ones only. So the list names every model that the stored checkpoint needs, even if the
-        process is killed.
+        While the checkpoint is uploaded, the storage's list of models names the old and the new models, and afterwards
+        only the new ones. So the list always names every model that the stored checkpoint needs.
 
         Args:
             models: the folder on this machine.
             put_checkpoint: uploads the checkpoint.
 
         Raises:
-            OSError: An upload fails. The next call goes on from there.
+            OSError: An upload fails. The next call does not repeat the uploads that succeeded.
         """
         names = sorted(model.name for model in models.glob("*.pt"))
         for name in names:
@@ -96,8 +94,8 @@ def unused(names: Iterable[str]) -> str:
 def _read_list(text: str) -> dict[str, str]:
     """Parse the storage's list of models, and return the name of each model's stored file by its local name.
 
-    The local name is NAME.pt, that of the file beside the checkpoint. The names of stored files are "0", "1" and so on.
-    Entries that this library would not have written are dropped. A text that is no JSON object gives an empty dict.
+    Local names are NAME.pt, beside the checkpoint. Names of stored files are "0", "1" and so on. Entries of any other
+    form are dropped. A text that is no JSON object gives an empty dict.
     """
     try:
         content = json.loads(text)

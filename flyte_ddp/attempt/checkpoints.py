@@ -59,11 +59,12 @@ class CheckpointStore(StorageFolder, Observer):
         self._lock = threading.Lock()  # held while a checkpoint, or a manifest of ranks, replaces the one before
 
     def fetch_given(self, url: str) -> None:
-        """Download the checkpoint of the user's folder, and set `is_given`, unless there is a file at `path` already.
+        """Download the user's checkpoint to `path`, and set `is_given`.
+
+        Nothing happens if there is a file at `path` already, or if `url` is empty.
 
         Args:
-            url: the folder of the checkpoint, or a folder whose file ELSEWHERE names another one. If empty, nothing is
-                done.
+            url: the folder of the checkpoint, or a folder whose file ELSEWHERE names another one.
 
         Raises:
             InputError: There is no checkpoint.
@@ -81,9 +82,9 @@ class CheckpointStore(StorageFolder, Observer):
     def _find(self, url: str) -> str:
         """Download the checkpoint of a folder in the storage to `path`, and return the URL of the folder that had it.
 
-        If the folder has no checkpoint, its text file ELSEWHERE may name another folder, which is searched instead, and
-        so on. The file in this attempt's own folder is not followed: it is for the next attempt. If no folder has a
-        checkpoint, or `url` is empty, nothing changes, and "" is returned. Errors of the storage are raised.
+        If the folder has no checkpoint, the folder that its text file ELSEWHERE names is searched instead, and so on.
+        Only this attempt's own file is not followed: it is for the next attempt. If no folder has a checkpoint, or
+        `url` is empty, "" is returned. Errors of the storage are raised.
         """
         if not url:
             return ""
@@ -96,9 +97,9 @@ class CheckpointStore(StorageFolder, Observer):
     def _fetch_checkpoint(self, url: str) -> None:
         """Download a folder's checkpoint and its best models, and put the checkpoint at `path` once all is there.
 
-        A sharded checkpoint is a manifest and files of shards. The files are downloaded, too, without those that the
-        storage lacks. If ranks download the shards themselves (is_by_ranks), the URL of the shards is written into the
-        local manifest instead. Raises FileNotFoundError if the folder has no checkpoint, and errors of the storage.
+        A sharded checkpoint is a manifest at `path`, with files of shards beside it. Files that the storage lacks are
+        left out. With is_by_ranks, the ranks download these files later, from a URL that this method writes into the
+        manifest. Raises FileNotFoundError if the folder has no checkpoint, and errors of the storage.
         """
         there = StorageFolder(self._platform, url, self.folder)
         models = StoredModels(self._platform, self.path, url)
@@ -149,15 +150,16 @@ class PlatformStore(CheckpointStore):
     def restore(self, resume: bool) -> None:
         """Download the newest checkpoint to `path`, if there is one.
 
-        This attempt's own checkpoint comes first: there is one if only the processes were restarted. Without one, and
-        with `resume`, the previous attempt's checkpoint is downloaded, and is then uploaded in the background as this
-        attempt's own. If that attempt had no checkpoint, the one that it would have resumed from is taken.
+        The first of these checkpoints is downloaded:
+        1. this attempt's own, which is there if only the processes were restarted;
+        2. with `resume`, the previous attempt's;
+        3. with `resume`, the one that the previous attempt would have resumed from.
+
+        The second and third are then uploaded in the background as this attempt's own. Unless there is the first, a
+        file in this attempt's folder tells the next attempt where to look, even if the download fails.
 
         With is_by_ranks, ranks download a sharded checkpoint's shards themselves. Then `path` gets only the manifest,
         and nothing is uploaded.
-
-        Unless the checkpoint is this attempt's own, a file in this attempt's folder tells the next attempt in which
-        folder to look. It is also written if the download fails.
 
         Args:
             resume: whether to look for the previous attempt's checkpoint.
@@ -179,12 +181,9 @@ class PlatformStore(CheckpointStore):
             self.uploads.wake()
 
     def fetch_given(self, url: str) -> None:
-        """Do as CheckpointStore does. A given checkpoint is uploaded once the ranks have accepted it.
-
-        Otherwise the next attempt would take it for this attempt's own, and replace it if it is another training's.
-        """
+        """Download the user's checkpoint as CheckpointStore does, and upload it once the ranks have accepted it."""
         super().fetch_given(url)
-        if self.is_given:
+        if self.is_given:  # uploaded now, the next attempt would take it for this one's own, even if ranks refuse it
             self._stored = self._given = self._version()
 
     def on_run_started(self, event: RunStarted) -> None:
@@ -209,9 +208,10 @@ class PlatformStore(CheckpointStore):
     def _put_newest(self) -> None:
         """Upload the checkpoint at `path`, with its shards and best models.
 
-        Nothing is uploaded if the checkpoint is sharded and its ranks upload it themselves (is_by_ranks). Nothing is
-        uploaded either if the ranks replace the checkpoint during this call: this method is called again for the newer
-        one. The ranks remove old files then, so all files are first linked or copied into a temporary folder.
+        All files are first linked or copied into a temporary folder, because the ranks may remove them meanwhile.
+        Nothing is uploaded in two cases:
+        - The checkpoint is sharded, and its ranks upload it themselves (is_by_ranks).
+        - The ranks replace the checkpoint during this call. Then this method is called again for the newer one.
 
         Raises:
             OSError: An upload fails, or a file of the checkpoint is missing.
@@ -240,13 +240,13 @@ class PlatformStore(CheckpointStore):
     def _put_checkpoint(self, pinned: Path, manifest: dict[str, Any]) -> None:
         """Upload a checkpoint, in place of the one in the storage.
 
-        The files of a sharded checkpoint go first, into a numbered folder that the stored manifest does not use. The
-        manifest is uploaded last, and names that folder. So the stored checkpoint is complete at any time. Nothing is
-        removed from the storage, but a folder is used again once no manifest names it.
+        The files of a sharded checkpoint are uploaded first, into a numbered folder that the stored manifest does not
+        use. The new manifest names that folder, and is uploaded last. So the stored checkpoint is complete at any time.
+        Nothing is removed from the storage, but a folder that no manifest names is used again.
 
         Args:
-            pinned: the checkpoint on this machine: one file, or the manifest of several, which lie beside it. The
-                manifest is rewritten.
+            pinned: the checkpoint on this machine: one file, or a manifest beside the files of shards. This method
+                rewrites the manifest.
             manifest: the content of the manifest; empty for a checkpoint that is one file.
 
         Raises:
@@ -284,11 +284,15 @@ def checkpoint_store(
 ) -> Iterator[CheckpointStore]:
     """Open the store of this training's checkpoint, and put the checkpoint to resume from at the store's `path`.
 
-    A context manager. Without a checkpoint to resume from, there is no file at `path`. In a local run, the checkpoint's
-    folder is removed when the block has succeeded. After Ctrl-C or a SIGTERM a line says how to continue, unless the
-    folder is removed. On a cluster, checkpoints are uploaded during the block, and its end waits until the newest one
-    is uploaded. After a preemption it waits only until the pod's grace is over, the time from the SIGTERM to the
-    SIGKILL. A failed upload is only a warning.
+    A context manager. Without a checkpoint to resume from, there is no file at `path`.
+
+    In a local run, the checkpoint's folder is removed when the block has succeeded, and otherwise stays. After Ctrl-C
+    or a SIGTERM a line says how to continue. If another process holds the folder, this run gets a private one, which is
+    always removed.
+
+    On a cluster, checkpoints are uploaded during the block, and its end waits until the newest one is uploaded. After a
+    preemption it waits only for the pod's grace, the time from the SIGTERM to the SIGKILL. A failed upload is only a
+    warning.
 
     Args:
         platform: the platform.
@@ -342,9 +346,9 @@ def checkpoint_store(
 
 @contextmanager
 def _local_folder(key: str) -> Iterator[Path]:
-    """Create and hold the folder of a training's local checkpoint, named by the training's key, while the block runs.
+    """Create the folder of a training's local checkpoint, and hold it while the block runs.
 
-    If another process holds that folder, the block gets a private folder, which is removed at the end. Abandoned
+    If another process holds the folder, the block gets a private folder, which is removed at the end. Abandoned
     checkpoints of other trainings are removed before the block runs. Raises InputError if the folder for runs cannot be
     written to.
     """

@@ -17,9 +17,8 @@ from flyte_ddp.settings import RunOptions
 def check_ranks(platform: Platform, hp: Hyperparameters, options: RunOptions) -> None:
     """Raise InputError for settings that cannot be trained, before anything is downloaded or spawned.
 
-    Without validation_fraction, keep_best and patience are refused. A local run is also refused if this machine lacks
-    the backend or the GPUs for nproc ranks, or if there are more ranks than virtual_ranks, or, without virtual_ranks,
-    than samples in a batch.
+    keep_best and patience need a validation_fraction. In a local run, this machine must have the GPUs that the backend
+    and nproc need. There must also be no more ranks than virtual_ranks or, if that is 0, than samples in a batch.
     """
     if not hp.validation_fraction:
         hp.check_validation(options.keep_best)
@@ -44,8 +43,8 @@ def resolve_name(platform: Platform, asked: str, auto: str = "mnist") -> str:
     """Return the name of the dataset to train on: `asked`, or `auto` if `asked` is "auto".
 
     On a cluster, nothing else happens. A local run first deletes the prepared dataset of that name if its files are
-    damaged. If `asked` is "auto", a local run then also downloads and prepares the dataset, if it is not there. If the
-    download fails, a line on the console says so, and the name is "digits", which needs no download.
+    damaged. For "auto", it then downloads and prepares the dataset unless that is prepared already. If the download
+    fails, a line on the console says so, and the result is "digits", which needs no download.
 
     Raises:
         InputError: In a local run, the name is unknown, DDP_DATA_MIRROR is wrong, or the folder for datasets cannot be

@@ -20,8 +20,9 @@ MOST_CHARACTERS = 50_000
 def platform_errors(platform: Platform) -> Iterator[None]:
     """Turn errors of the block into the platform's error, which ends the attempt and says whether to retry.
 
-    A context manager. These are the errors of this library that have a message for users (InputError, ReportedError and
-    their subclasses), and those of the platform's downloads. In a local run, and for other errors, nothing changes.
+    A context manager. It turns the errors of this library that have a message for users (InputError, ReportedError and
+    their subclasses), and those of the platform's downloads. All other errors, and every error of a local run, are
+    raised unchanged.
     """
     known: tuple[type[Exception], ...] = (ClickException, *platform.download_errors)
     try:
@@ -33,11 +34,11 @@ def platform_errors(platform: Platform) -> Iterator[None]:
 
 
 def to_failure(platform: Platform, error: BaseException) -> Failure:
-    """Return the failure that an error carries as its attribute `failure`, as the error of a rank does.
+    """Return the failure that describes an error.
 
-    For any other error, return a new failure of this host, without a rank. An error of the platform's downloads, and on
-    a cluster a DataError, counts as a DownloadError, which is worth another attempt: another pod may get the input
-    whole.
+    An error of a rank carries its failure as the attribute `failure`. For any other error, the failure is a new one of
+    this host, without a rank. An error of the platform's downloads, and on a cluster a DataError, counts as a
+    DownloadError, so that the platform starts another attempt.
     """
     carried: Failure | None = getattr(error, "failure", None)
     if carried:
@@ -59,8 +60,8 @@ def attempt_error(platform: Platform, failure: Failure, urls: str = "") -> Excep
 
     Args:
         platform: the platform.
-        failure: the failure, whose text is the error's message. The first line, and all other lines together, are cut
-            to MOST_CHARACTERS each.
+        failure: the failure, whose text is the error's message. Its first line and the rest are each cut to
+            MOST_CHARACTERS.
         urls: lines that say where the attempt's logs and checkpoint are, to put after the first line; empty is none.
     """
     headline, separator, details = encodable(str(failure)).partition("\n")

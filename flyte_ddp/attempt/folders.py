@@ -26,9 +26,9 @@ def runs_dir() -> Path:
 def run_folder(platform: Platform, name: str) -> Iterator[Path]:
     """Provide a folder for the outputs of one run.
 
-    A context manager. On a cluster the folder is the platform's working folder, and errors of the block are raised as
-    those of the platform. A local run gets a new folder below the folder for runs, named by time and `name`. The local
-    folder stays after the block, but is removed with all its files if the block raises.
+    A context manager. A local run gets a new folder below the folder for runs, named by time and `name`. If the block
+    raises, the folder is removed with all its files; otherwise it stays. On a cluster, the folder is the platform's
+    working folder, and errors of the block are turned by platform_errors().
 
     Raises:
         InputError: The local folder for runs cannot be written to.

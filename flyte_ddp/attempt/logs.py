@@ -46,10 +46,10 @@ class Logs(Observer):
 def kept_logs(platform: Platform, run: Path, name: str = "console", prefix: str = "") -> Iterator[Logs]:
     """Create the folder `logs` in a run's folder, and on a cluster upload its files during the block.
 
-    A context manager. The run's report.html is uploaded, too. In a local run, nothing is uploaded or written. On a
-    cluster, the file NAME.log gets all that this process prints, and the error that ends the block. An error of this
-    library becomes the platform's error, whose message has the URL of the logs. A changed file is uploaded within ten
-    seconds, or later if it has more than 40 MB. The end of the block waits for the last uploads, at most CLOSE_SECONDS.
+    A context manager. In a local run, nothing else happens. On a cluster, the file NAME.log gets all that this process
+    prints, and the error that ends the block. The run's report.html is uploaded, too. A changed file is uploaded within
+    ten seconds, or later if it has more than 40 MB. The end of the block waits for the last uploads, at most
+    CLOSE_SECONDS. An error of this library becomes the platform's error, whose message has the URL of the logs.
 
     Args:
         platform: the platform.

@@ -113,11 +113,11 @@ def train_as_rank(
 
 @contextmanager
 def recording_failure(platform: Platform) -> Iterator[None]:
-    """Write the failure of a rank to a file if an exception ends the block, and raise the exception again.
+    """Write a rank's failure to a file if an exception ends the block, and raise the exception again.
 
-    A context manager. failure_of_node() reads the file, which lies beside the one that torchrun names in
-    TORCHELASTIC_ERROR_FILE. Torchrun's own file has only the exception's text. Nothing is written if that variable is
-    not set, or for a KeyboardInterrupt or SystemExit. If the file cannot be written, that OSError is raised instead.
+    A context manager. The file lies beside the one that torchrun names in TORCHELASTIC_ERROR_FILE, and
+    failure_of_node() reads it. Nothing is written without that variable, or for a KeyboardInterrupt or SystemExit. If
+    the file cannot be written, an OSError is raised in place of the exception.
 
     Args:
         platform: the platform, which knows the errors of its downloads.
@@ -125,7 +125,7 @@ def recording_failure(platform: Platform) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun writes only the exception's text there
             Path(file + BESIDE).write_text(json.dumps(dataclasses.asdict(to_failure(platform, error))))
         raise
 
@@ -135,14 +135,14 @@ def run_rank(
 ) -> list[TrainingResult]:
     """Join the ranks' process group, train as this rank, and return the results of all ranks, by rank.
 
-    A collective: all ranks must call it, each in its main thread, and each one returns all results. The handler of
-    SIGTERM stays after the call.
+    A collective: all ranks must call it, each in its main thread, and each one returns all results. The handler that it
+    sets for SIGTERM stays after the call.
 
     Args:
         worker: the name of the module whose function train trains as one rank.
         environment: this rank.
         job: the training.
-        on_event: takes the events of rank 0; None on other ranks.
+        on_event: is called with each event, on rank 0; None on other ranks.
 
     Raises:
         PreemptedError: A rank was asked to stop by SIGTERM.

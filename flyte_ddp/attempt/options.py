@@ -16,13 +16,13 @@ def explain_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
     """Patch click, for the rest of the process, so that commands explain settings.
 
     The help of an option whose type is a Settings class shows one line per setting instead of a JSON schema. The
-    message about an unknown option says where it belongs: --epochs is a field of --hp. flytekit and flyte make their
-    commands and options themselves, and have no hook for either. Call the function before the options are made. It may
-    be called once for each platform: an option is explained if the `kind_of` of any call knows its type.
+    message about an unknown option says where it belongs: --epochs is a field of --hp. Call the function before the
+    options are made, once for each platform.
 
     Args:
         kind_of: gets the click type of any option, and returns the Python type that the option is converted to, or
-            anything else if it does not know. Only options of a Settings class are changed.
+            anything else if it does not know. An option is explained if any platform's `kind_of` knows its Settings
+            class.
     """
     _kinds_of.append(kind_of)
     if len(_kinds_of) > 1:
@@ -57,6 +57,7 @@ def explain_settings(kind_of: Callable[[click.ParamType], Any]) -> None:
             self.message = f"{self.message} {hint}"  # type: ignore[misc]
             self.possibilities = None  # type: ignore[misc]
 
+    # flytekit and flyte make their commands and options themselves, and have no hook for either
     click.Option.__init__ = init  # type: ignore[method-assign]
     click.NoSuchOption.__init__ = init_error  # type: ignore[method-assign]
 

@@ -34,9 +34,9 @@ def open_file(platform: Platform, url: str) -> BinaryIO:
 
 
 def list_files(platform: Platform, folder: str) -> dict[str, str]:
-    """Return the files below a folder, by their sorted names, each with a text that changes when the file does.
+    """Return the names of the files below a folder, sorted, each with a text that changes when the file does.
 
-    The text comes from the storage's metadata, such as size and time; no file is read. Hidden files, and files in
+    The text is made of the storage's metadata, such as size and time; no file is read. Hidden files, and files in
     hidden folders, are left out.
 
     Args:
@@ -44,8 +44,8 @@ def list_files(platform: Platform, folder: str) -> dict[str, str]:
         folder: the URL of the folder, or its path on this machine. If nothing is there, the dict is empty.
 
     Raises:
-        InputError: `folder` is a file, or its URL names no storage that can be read here; or a link in it leads nowhere
-            or to a folder that contains it.
+        InputError: `folder` is a file; its URL names no storage that can be read here; or a link in it leads nowhere or
+            to a folder that contains the link.
         DataError: The folder may not be read.
         DownloadError: The storage still fails after several tries.
     """
@@ -68,16 +68,16 @@ def folder_digest(platform: Platform, folder: str) -> str:
 
 
 def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
-    """Download a file or folder unless this host has it, and return the path of the copy, which all processes share.
+    """Download a file or folder once per host, and return the path of the download, which all its processes share.
 
-    The first process to ask downloads it, while the others wait. The copy lies in the folder for temporary files, named
-    by the URL's hash. It is not downloaded again, even if the original changes.
+    The first process to call it downloads, while the others wait. The download goes to the folder for temporary files,
+    under a hash of the URL. It is not repeated, even if the original changes.
 
     Args:
         url: the URL of the original.
-        name: the name of the file, which the copy keeps; empty for a folder.
-        download: downloads the original to the path that it gets: that of a new file, or of an empty folder. Its errors
-            are raised, and the next call tries again.
+        name: the name that the file gets; empty for a folder.
+        download: download(path) downloads the original, to a new file or into an empty folder. Its errors are raised,
+            and the next call tries again.
     """
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     with FileLock(folder.with_suffix(".lock")):

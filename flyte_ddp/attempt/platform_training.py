@@ -146,7 +146,7 @@ class Training(ABC, Generic[Given, Outputs]):
         Args:
             environment: this rank.
             job: the training.
-            on_event: takes the events of rank 0; None on other ranks.
+            on_event: is called with each event, on rank 0; None on other ranks.
 
         Raises:
             Exception: What multinode.run_rank raises.
@@ -179,7 +179,8 @@ class Training(ABC, Generic[Given, Outputs]):
 
         Args:
             settings: what determines the result.
-            source: the data: a path on this machine, or data that stay in their storage; None for a recipe without.
+            source: the data: a path on this machine, or data that stay in their storage; None for a recipe without
+                data.
             init: the file or folder on this machine to start from; None is none.
 
         Raises:
@@ -233,8 +234,8 @@ class PredictingTraining(Training[Given, Outputs]):
         sample of the shard, in the split's order. The files of all shards, concatenated by number, have the predictions
         of the whole split.
 
-        To compute shards in parallel, map a task over `shard`. Declare the task with arguments() whose cache ignores no
-        input, for at most one GPU (most_gpus=1).
+        To compute shards in parallel, map a task over `shard`. Declare it with most_gpus=1 and with arguments(()),
+        whose cache ignores no input.
 
         Args:
             model_state: the weights.

@@ -268,7 +268,7 @@ class Registration(Settings):
     def node_sizes(self) -> list[int]:
         """Return the numbers of nodes that the training may run on, the largest first, each once.
 
-        For nnodes "4" or "8,4,2" these are the numbers themselves. For a range "MIN:MAX" they are MAX, its halves
+        For nnodes "4" or "8,4,2" these are the numbers themselves. A range "MIN:MAX" gives MAX, its repeated halves
         (rounded down) above MIN, and MIN: 8, 4 and 3 for "3:8".
 
         Raises:
@@ -301,8 +301,8 @@ def registration() -> Registration:
         The settings. A setting whose variable is not set has its default.
 
     Raises:
-        InputError: A variable has an invalid value; or, except in Flyte 1's pods, a DDP_ variable is one that nothing
-            reads. The message names the variable, or the settings that do not go together.
+        InputError: A variable has an invalid value, settings do not go together, or nothing reads a DDP_ variable. (In
+            Flyte 1's pods, the last is allowed.) The message names the variable or the settings.
     """
     check_variables()
     values: dict[str, Any] = {}
@@ -349,7 +349,7 @@ def amount(quantity: str) -> float:
 
 
 def check_strings(field: str, values: dict[str, Any], names: str, texts: str = "(?s:.*)") -> None:
-    """Raise InputError unless a dict has strings alone, and its names and values match their patterns as a whole.
+    """Raise InputError unless all values of a dict are strings, and names and values match their patterns as a whole.
 
     Args:
         field: the name of the Registration's field that has the dict, for the message.
@@ -388,12 +388,13 @@ def check_notify(notify: str, phases: str) -> None:
 def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
     """Raise InputError for a URL that is incomplete or has a password, and if webhook and webhook_secret are both set.
 
-    An empty text is not set. The messages do not show the URLs, which may be secret.
+    The messages do not show the URLs, which may be secret.
 
     Args:
-        webhook: the URL to notify.
-        webhook_secret: GROUP/KEY of the Flyte secret that has this URL instead. It is not checked further.
-        console: the URL of Flyte's console.
+        webhook: the URL to notify; empty is none.
+        webhook_secret: GROUP/KEY of the Flyte secret that has this URL instead; empty is none. It is not checked
+            further.
+        console: the URL of Flyte's console; empty is none.
     """
     for name, url in (("webhook", webhook), ("console", console)):
         try:
@@ -410,7 +411,7 @@ def check_urls(webhook: str, webhook_secret: str, console: str) -> None:
 
 
 def check_place(place: str) -> None:
-    """Raise InputError for a promote_to that is neither empty, nor a URL without keys, nor an absolute path."""
+    """Raise InputError unless a promote_to is empty, an absolute path, or a URL without access keys."""
     if place and "://" not in place and not place.startswith("/"):
         raise InputError(
             f"promote_to must be a URL of Flyte's storage (s3://…) or an absolute path, got {json.dumps(place)}"

@@ -48,29 +48,26 @@ def preparation_size() -> Size:
 
 
 def training_gpus(most: int | None = None) -> int:
-    """Return how many GPUs a training pod asks for.
-
-    That is the registered number, which the profile "sandbox" sets to 0.
+    """Return how many GPUs a training pod asks for: the registered number, or 0 with the profile "sandbox".
 
     Args:
-        most: the most GPUs that the task can use, which limits the number; None is no limit.
+        most: the most GPUs that the task can use, to which the number is limited; None is no limit.
     """
     registered = registration().training_gpus
     return registered if most is None else min(most, registered)
 
 
 def training_size(gpus: int) -> Size:
-    """Return the CPUs, memory, disk and GPUs of a training pod: as registered, otherwise defaults for this many GPUs.
+    """Return the registered CPUs, memory and disk of a training pod, with this many GPUs.
 
-    With GPUs, the defaults are 2 CPUs and 8 GiB for each GPU, and 10 GiB of disk. Without, they are ranges: half a CPU
-    to 2, 1 to 3 GiB, and 500 MiB to 2 GiB of disk.
-
-    Without GPUs, two ranks, their parent and the process they are forked from take 0.5 GB on digits and 0.7 GB on MNIST
-    (0.8 GB with the pages of torch's libraries). Two ranks of many nodes, which share nothing, take 1.7 GB. With GPUs
-    (not measured), each rank's CUDA context and libraries take a few GB of host memory, and NCCL uses /dev/shm, of
-    which a container by default has 64 MB.
+    What is not registered has a default. With GPUs, that is 2 CPUs and 8 GiB for each GPU, and 10 GiB of disk. Without,
+    it is a range from request to limit: half a CPU to 2, 1 to 3 GiB, and 500 MiB to 2 GiB of disk.
     """
     asked = registration()
+    # Without GPUs, two ranks, their parent and the process they are forked from take 0.5 GB on digits and 0.7 GB on
+    # MNIST (0.8 GB with the pages of torch's libraries). Two ranks of many nodes, which share nothing, take 1.7 GB.
+    # With GPUs (not measured), each rank's CUDA context and libraries take a few GB of host memory, and NCCL uses
+    # /dev/shm, of which a container by default has 64 MB.
     defaults = (str(2 * gpus), f"{8 * gpus}Gi", "10Gi") if gpus else ("500m:2", "1Gi:3Gi", "500Mi:2Gi")
     own = (asked.training_cpu, asked.training_memory, asked.training_disk)
     cpu, memory, disk = (one or default for one, default in zip(own, defaults, strict=True))
@@ -78,7 +75,7 @@ def training_size(gpus: int) -> Size:
 
 
 def pod_environment() -> dict[str, str]:
-    """Return the environment variables of every pod: those in DDP_ENV, and DDP_DATA_MIRROR if it is set here.
+    """Return the environment variables of every pod: those in DDP_ENV, and DDP_DATA_MIRROR if this process has it.
 
     DDP_DATA_MIRROR, the place that datasets are downloaded from, is left out if it is an HTTP URL with a user or
     password, because everybody who can see the tasks in Flyte could see it.
@@ -93,7 +90,7 @@ def pod_environment() -> dict[str, str]:
 
 
 def registered_environment() -> dict[str, str]:
-    """Return the environment variables from which registration() in a pod reads the same settings as here.
+    """Return the variables that make registration() return the same settings in a pod as in this process.
 
     They are pod_environment(), and a variable DDP_... for each setting, which replaces one of the same name. Tasks need
     them if their pods import a workflow's file that calls registration().
@@ -116,14 +113,13 @@ def training_environment(gpus: int, code: str = "") -> dict[str, str]:
 
 
 def grace_environment(own: int | None = None) -> dict[str, str]:
-    """Return environment variables that tell a training pod how many seconds it has from a SIGTERM to its end.
+    """Return the variables that tell a training pod, and torchrun in it, the seconds from a SIGTERM to the pod's end.
 
-    One variable is for this library, and one for torchrun, which would otherwise kill its ranks after 30 s. The value
-    is at least 1.
+    The number is at least 1. Without `own`, it is the registered grace_seconds, or else the default.
 
     Args:
-        own: the seconds that the pod template in the task's code gives. If grace_seconds is registered, the smaller
-            number counts. With None, the registered grace_seconds count, or the default if there are none.
+        own: the seconds that the pod template in the task's code gives; None if it gives none. If grace_seconds is
+            registered, too, the smaller number counts.
     """
     asked = registration()
     seconds = asked.pod_grace if own is None else min(own, asked.grace_seconds or MOST_SECONDS)

@@ -19,18 +19,19 @@ Start = Callable[[Job, Callable[[Event], None]], list[TrainingResult]]
 
 
 def restarting(platform: Platform, start: Start) -> Start:
-    """Return a function like `start` that starts the ranks again, at most twice, if a rank was lost or hangs.
+    """Return a function like `start` that starts the ranks again, at most twice, after some failures.
 
-    A lost rank was killed or has lost its peers. The ranks are started again only if the failed call has written a
-    checkpoint, which the next call goes on from, and the kernel has killed no process for want of memory during the
-    call. Before each further call, the function emits the event RanksRestarted. In all other cases, and for all other
-    errors, it raises the error.
+    The ranks are started again only if all of this is true:
+    - A rank was killed, has lost its peers, or hangs.
+    - The failed call has written a checkpoint, which the next call continues from.
+    - During the call, the kernel has killed no process for want of memory.
 
-    In a local run, `start` itself is returned.
+    Before each further call, the function emits the event RanksRestarted. Any other error is raised. In a local run,
+    `start` itself is returned.
 
     Args:
         platform: the platform.
-        start: runs the ranks for (job, on_event), and returns their results by rank.
+        start: start(job, on_event) runs the ranks, and returns their results by rank.
     """
 
     def start_again(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]:

@@ -48,8 +48,8 @@ def training_run(
 
     Raises:
         InputError: The folder resume_from has no checkpoint, or the local folder for runs cannot be written to.
-        Exception: What the block raises, or a storage that does not deliver the checkpoint; on a cluster, as the
-            platform's error if it is this library's.
+        RecoverableError: The storage does not deliver the checkpoint.
+        Exception: What the block raises. On a cluster, all errors of this library become the platform's error.
     """
     with (
         run_folder(platform, name) as folder,

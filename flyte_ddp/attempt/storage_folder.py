@@ -64,7 +64,7 @@ class StorageFolder:
 
         Args:
             name: the file's name in the storage, below the URL.
-            file: the new file on this machine. With None, it has the same name below this machine's folder.
+            file: the new file on this machine. None means the same name below `folder`.
 
         Raises:
             FileNotFoundError: The storage has no such file.

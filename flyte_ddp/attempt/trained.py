@@ -107,7 +107,7 @@ def train_by(
 
     Args:
         platform: the platform.
-        start: runs the ranks for (job, on_event), and returns their results by rank.
+        start: start(job, on_event) runs the ranks, and returns their results by rank.
         world: the ranks that there will be.
         fetch: downloads the data, and returns what is trained.
         options: how to run the training.
@@ -169,9 +169,8 @@ def train_by(
 def describe_run(platform: Platform, subject: Subject, options: RunOptions, run: Run) -> RunInfo:
     """Return what observers get to know of a run before it starts.
 
-    This is its name, settings, options and data, and where its logs and checkpoint are. In a local run, a file beside
-    the checkpoint's path has the run's tracking id. A new id is written to the file if there is no checkpoint or no
-    file.
+    This is its name, settings, options and data, where its logs and checkpoint are, and its tracking id. In a local
+    run, find_tracking_id() may write a file for the id.
     """
     return RunInfo(
         name=run.folder.name,
@@ -190,9 +189,9 @@ def describe_run(platform: Platform, subject: Subject, options: RunOptions, run:
 def find_tracking_id(platform: Platform, key: str, checkpoint: Path) -> str:
     """Return an id that all attempts at the training of this key share, and that no other training has.
 
-    On a cluster, the id is computed from the execution and the key. In a local run, a part of the id is in a file
-    beside the checkpoint, and is removed with it when training has succeeded. If there is no checkpoint or no such
-    file, this function writes the file with a new random part.
+    On a cluster, the id is computed from the execution and the key. In a local run, it also has a random part, which a
+    file beside the checkpoint keeps. If the file or the checkpoint is missing, this function writes the file anew.
+    The file is removed with the checkpoint when training has succeeded.
 
     Args:
         platform: the platform.
@@ -214,9 +213,9 @@ def find_tracking_id(platform: Platform, key: str, checkpoint: Path) -> str:
 def earlier_attempts(platform: Platform, run: Run, resume: bool) -> list[Attempt]:
     """Return the earlier attempts at this training, from a progress file; [] if there is none that can be read.
 
-    On a cluster, the file in this attempt's logs counts, which an earlier process has left. If that file lists no
-    attempts, the file in the previous attempt's logs counts. In a local run, the file beside the checkpoint counts, but
-    only if this run continues from a checkpoint of its own.
+    On a cluster, an earlier process of this attempt may have left the file in the attempt's logs. If that lists no
+    attempts, the file in the previous attempt's logs is read. In a local run, the file beside the checkpoint is read,
+    if this run continues from a checkpoint of its own.
 
     Args:
         platform: the platform.
@@ -248,8 +247,9 @@ def continue_tensorboard_file(platform: Platform, run: Run, info: RunInfo) -> No
     """Put the TensorBoard file of an earlier attempt into the run's folder, so that this run continues it.
 
     Nothing happens unless options.tracking is "tensorboard". On a cluster, the file is downloaded from the logs of this
-    attempt, or else of the previous one, if there is one. In a local run, the file lies beside the checkpoint, where it
-    is created if it is missing, and a link in the run's folder leads to it. All errors are ignored.
+    attempt or else of the previous one. If neither has it, nothing is put there. In a local run, the file lies beside
+    the checkpoint, where it is created if it is missing, and the run's folder gets a hard link to it. All errors are
+    ignored.
     """
     if info.options.tracking != "tensorboard":
         return

@@ -55,11 +55,12 @@ def notify(url: str, content: dict[str, Any]) -> None:
 def post(url: str, content: dict[str, Any], problems: list[str]) -> None:
     """Post the content as JSON, and leave in `problems` what went wrong. No error is raised.
 
-    Afterwards the list is empty if the server has accepted the content. Otherwise its last text says what went wrong,
-    without the URL. A redirect counts as a refusal, because the POST would become a GET without its content.
+    If the server accepts the content, the list is emptied. Otherwise its last text says what went wrong, without the
+    URL. A redirect counts as a refusal.
     """
     headers = {"User-Agent": "flyte-ddp"}
     try:
+        # A redirect would turn the POST into a GET without its content
         answer = requests.post(url, json=content, headers=headers, timeout=POST_SECONDS, allow_redirects=False)
     except Exception as error:  # the messages of sockets, TLS and URLs may contain the secret URL
         problems.append(type(error).__name__)
