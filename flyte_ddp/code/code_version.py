@@ -70,13 +70,11 @@ def code_version(*modules: str) -> str:
 def with_installed(code: str, distributions: Sequence[str] = ("torch",)) -> str:
     """Return a hash, 16 hex digits, of a code version and of the installed versions of some distributions.
 
-    The code version alone must be equal on all hosts; the distributions' versions may differ. That is why the code
-    version does not contain them.
-
     Args:
         code: the code version.
-        distributions: their names, as for pip. A distribution that is not installed is left out.
+        distributions: names of installed packages, as for pip. One that is not installed is left out.
     """
+    # The code version does not contain them: it must be equal on all hosts, whose installed versions may differ
     versions = {"": code}
     for name in distributions:
         with suppress(PackageNotFoundError):
@@ -94,8 +92,8 @@ def find_sources(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
     """Find the sources of these modules, their parent packages and all first-party modules that they import, in turn.
 
     No module is imported. A module that is not found is left out. First-party modules are those of this library, and
-    those of the user's project: the modules below `root` that are not installed. Modules of this library that no rank
-    runs count only if `modules` names them.
+    those of the user's project: the modules below `root` that are not installed. A module of this library that no
+    result depends on counts only if `modules` names it.
 
     Args:
         modules: the full names of the modules.
@@ -140,12 +138,12 @@ def find_sources(modules: Sequence[str], root: str = HERE) -> dict[str, Source]:
 
 
 def find_parts(module: str, path: Sequence[str]) -> list[ModuleSpec]:
-    """Find the package, its subpackage and so on down to a module a.b.c, without importing any of them.
+    """Find the package a, its subpackage a.b and so on down to a module a.b.c, without importing any of them.
 
-    importlib.util.find_spec would import the parents. This library's modules are searched for where the library itself
-    is, others in the folders of `path`. Returns the specs of a, a.b and a.b.c, up to the first one that is not found.
+    This library's modules are searched for where the library itself is, others in the folders of `path`. Returns the
+    specs of a, a.b and a.b.c, up to the first one that is not found.
     """
-    specs: list[ModuleSpec] = []
+    specs: list[ModuleSpec] = []  # importlib.util.find_spec would import the parents
     path = [HERE] if module.partition(".")[0] == LIBRARY else path
     for part in module.split("."):
         spec = PathFinder.find_spec(part, path)
@@ -181,9 +179,9 @@ def is_first_party(module: str, file: str, root: str, own: Collection[str] = ())
 def is_installed(path: str) -> bool:
     """Return whether a path is in the standard library, or below a folder named site-packages or dist-packages.
 
-    Links are not followed, and the path need not exist. It does not matter whether the path is below sys.prefix, which
-    may be /usr, while /usr/src/app is a user's code.
+    Links are not followed, and the path need not exist.
     """
+    # sys.prefix tells nothing: it may be /usr, while /usr/src/app is a user's code
     standard_library = os.path.dirname(os.__file__)
     installed = {"site-packages", "dist-packages"} & {*Path(path).parts}
     return bool(installed) or Path(path).is_relative_to(standard_library)
@@ -211,10 +209,8 @@ def read_script(file: str) -> Source:
 def _read_source(file: str, package: str, content: bytes) -> Source:
     """Hash a module's source, and list the full names that it imports, which may be modules or what is in them.
 
-    The result is cached by all arguments.
-
     A file of this library is hashed by its bytes, with Unix line ends. Any other file is hashed by its code, without
-    comments and docstrings.
+    comments and docstrings. The result is cached by all arguments.
 
     Args:
         file: the path of the file.
@@ -263,12 +259,11 @@ def hash_of_body(function: Callable[..., Any]) -> str:
 def hash_of_code(tree: ast.Module) -> tuple[str, list[ast.AST]]:
     """Return a hash of a module's code, 64 hex digits, and the nodes of its syntax tree, without docstrings.
 
-    The docstrings are removed from the tree itself.
-
-    The hash does not depend on comments, formatting and docstrings, nor on the version of Python from 3.10 to 3.13.
-    ast.dump and ast.unparse differ between these versions. So each node is hashed with its fields, level by level.
-    Empty fields are left out, because newer versions have more of them.
+    The hash does not depend on comments, formatting and docstrings, nor on the version of Python from 3.10 to 3.13. The
+    docstrings are removed from `tree` itself.
     """
+    # ast.dump and ast.unparse differ between these versions. So each node is hashed with its fields, level by level.
+    # Empty fields are left out, because newer versions have more of them.
     texts: list[str] = []
     nodes: list[ast.AST] = [tree]
     for node in nodes:

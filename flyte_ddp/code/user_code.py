@@ -99,10 +99,17 @@ def find_code(name: str, data_files: Sequence[str] = (), ranks: Sequence[str] = 
 
 
 def _make_code(name: str, folder: str, root: str, sources: Mapping[str, Source], data_files: Sequence[str]) -> UserCode:
-    """Return the code of a recipe or script from its sources, by module, and its data files, relative to `folder`.
+    """Return the code of a recipe or script, whose version is a hash of its sources and of its data files' bytes.
 
-    The version is a hash of the sources' hashes and of the data files' bytes. Raises InputError for a data file that is
-    not found, or lies outside of root, and if `data_files` is a single text.
+    Args:
+        name: the name of the recipe or script.
+        folder: the folder that data files are relative to.
+        root: the project's folder.
+        sources: the source of each module, by the module's name.
+        data_files: files that the code reads.
+
+    Raises:
+        InputError: A data file is not found, or lies outside of root, or `data_files` is a single text.
     """
     versions = {one: source.hash for one, source in sources.items()}
     files = {source.file for one, source in sources.items() if one.partition(".")[0] != LIBRARY}
@@ -185,9 +192,9 @@ def join_codes(codes: Sequence[UserCode]) -> UserCode:
 def checked_imports(root: str, files: Collection[str]) -> Iterator[None]:
     """Raise InputError at the end of the block if the block imported the user's code by a computed name.
 
-    A context manager. find_code finds only modules that are imported by their literal names. So the version lacks such
-    a module, and pods would lack its file. Modules that were imported before the block are not checked. If the block
-    raises, nothing is checked.
+    A context manager. find_code() finds only modules that are imported by literal names; the version, and the pods,
+    would lack any other. Modules that were imported before the block are not checked. If the block raises, nothing is
+    checked.
 
     Args:
         root: the project's folder, below which modules are checked; "" checks nothing.
