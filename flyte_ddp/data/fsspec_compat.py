@@ -16,9 +16,6 @@ BUCKETS = ("s3", "s3a", "gs", "gcs")
 def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[AbstractFileSystem, str]:
     """Return fsspec's own client for a URL or path, and the path without the protocol, as the client takes it.
 
-    fsspec's url_to_fs would return a client that another package has registered for the whole process: flyte registers
-    clients whose options have other names.
-
     Args:
         url: a URL or path. A relative path becomes absolute.
         options: options for the client, which take precedence over those in the URL.
@@ -28,6 +25,8 @@ def own_client(url: str, options: dict[str, Any] | None = None) -> tuple[Abstrac
             S3 or Google bucket has keys in it.
         Exception: Another error of the client, such as a failing connection.
     """
+    # fsspec's url_to_fs would return a client that another package has registered for the whole process: flyte
+    # registers clients whose options have other names
     protocol = split_protocol(url)[0] or "file"
     known = known_implementations.get(protocol)
     if known is None:

@@ -209,8 +209,8 @@ class Stored:
 def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> StoredData:
     """Return a reference to data in a storage: URL, options, and a digest that changes when the files change.
 
-    The digest is computed from the files' names, sizes and times; the files are not read. In a folder of blocks, the
-    index is read, and its content counts instead of all files beside it, even those that the index does not name.
+    The digest is computed from the files' names, sizes and times; the files are not read. Only the index of a folder of
+    blocks is read: its content counts in place of all other files of that folder.
 
     Args:
         url: a folder with files, or a file.
@@ -273,14 +273,13 @@ class StoredFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read from the position until the buffer is full or the file ends, and move the position.
 
-        Returns the number of bytes, 0 at the file's end. The method fills the buffer by as many requests as that takes,
-        because pyarrow treats a shorter read as an error.
+        Returns the number of bytes; 0 at the file's end.
 
         Raises:
             DataError: The file is not there, or may not be read.
             DownloadError: The storage still fails after several tries.
         """
-        begin = self.position
+        begin = self.position  # pyarrow treats a shorter read as an error, so there are as many requests as it takes
         stop = min(begin + len(buffer), self.size)
         for start in range(begin, stop, PIECE_BYTES):
             end = min(start + PIECE_BYTES, stop)

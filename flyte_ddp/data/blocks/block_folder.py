@@ -43,6 +43,9 @@ class Indexed(Blocks):
     def pieces(self, number: int) -> Iterator[bytes]:
         """Yield the content of a block's file piece by piece, and check it at the end.
 
+        Args:
+            number: the number of the block, from 0.
+
         Raises:
             DataError: The file is missing or may not be read. Or, after the last piece: its SHA-256 is not that in the
                 index.
@@ -68,8 +71,8 @@ def write_blocks(folder: str | Path, data: Any, rows: int) -> None:
     """Write samples as block files, block-000000.npy and so on, and then their index, for BlockFolder to read.
 
     Args:
-        folder: a path or URL, empty or not there yet; only an index is refused, and block files are overwritten. A
-            pod's disk need not hold the blocks: write to a URL of the storage.
+        folder: a path or URL; it may be missing. Block files in it are overwritten, but an index is refused. A pod's
+            disk need not hold the blocks: write to a URL of the storage.
         data: a tree of arrays (N, ...), or an iterator of such trees, of any lengths but the same types. A tree is a
             single array, or arrays in dicts, lists and tuples.
         rows: samples of a block; the last block may be shorter. Blocks of 16 to 128 MiB are read at full speed, and an

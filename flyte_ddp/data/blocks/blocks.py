@@ -55,8 +55,8 @@ class Blocks:
     def fetch(self, number: int, path: Path) -> None:
         """Write a block to a new .npy file.
 
-        By default, the function `read` given to Blocks returns the block as a tree of arrays. to_rows() makes one row
-        of each sample, and these rows are written. A subclass without `read` overrides this method, and must write
+        By default, the function `read` given to Blocks returns the block as a tree of arrays, and to_rows() packs that
+        into the rows to write, one for each sample. A subclass without `read` overrides this method, and must write
         lengths[number] rows. A rank calls this method in several threads at a time.
 
         Args:

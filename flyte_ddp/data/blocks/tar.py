@@ -79,8 +79,8 @@ class TarImages(Indexed):
 def index_tars(url: str | Path) -> None:
     """Write the index.json of a folder of tar files, with each file's number of samples, size and SHA-256.
 
-    Each file NAME.tar is read once, whole, those in sub-folders, too. Hidden files and folders are left out, and those
-    whose names begin with an underscore. An earlier index is replaced.
+    Each file NAME.tar, also in sub-folders, is read once, whole. Files and folders whose names begin with "." or "_"
+    are left out. An earlier index is replaced.
 
     Args:
         url: the folder, on disk or in storage.
@@ -110,6 +110,10 @@ def read_samples(pieces: Iterable[bytes], name: str) -> Iterator[tuple[str, dict
 
     A file's name is split at its first dot: a/b.seg.PNG has key a/b and extension "seg.png", in lower case. Files that
     follow one another and have the same key are a sample. Hidden files are left out.
+
+    Args:
+        pieces: the content of the tar file, piece by piece.
+        name: the file's name, for messages.
 
     Raises:
         DataError: the tar file is cut short or damaged, has a link, or a sample has two files of one extension.

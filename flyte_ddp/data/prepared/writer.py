@@ -155,10 +155,10 @@ def mean_and_std(counts: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ..
 def _write_array(path: Path, array: np.ndarray) -> str:
     """Write an array as a new .npy file, synced to disk, and return the file's SHA-256 in hex. Raises OSError.
 
-    One-dimensional arrays of integers (labels, that is) are written as int64. np.save is not used: it would report a
-    full disk without saying why, and the bytes would have to be read again for the hash.
+    One-dimensional arrays of integers, which are labels, are written as int64.
     """
     array = np.ascontiguousarray(array, dtype=np.int64 if array.dtype.kind in "iu" and array.ndim == 1 else None)
+    # np.save would report a full disk without saying why, and the bytes would have to be read again for the hash
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
     digest = hashlib.sha256()
@@ -172,13 +172,12 @@ def _write_array(path: Path, array: np.ndarray) -> str:
 def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
     """Rename the folder `temporary` to `directory`, and remove whatever was there.
 
-    If another writer has put this dataset there, and it is intact, it stays. Then `temporary` stays, too, for the
-    caller to remove.
+    If the same dataset is there already, and intact, it stays, and `temporary` is left for the caller to remove.
 
     Args:
         temporary: the folder with the dataset.
         directory: the path that the dataset is to have.
-        digest: the digest of this dataset's description, by which another writer's is recognised.
+        digest: the digest of this dataset's description, by which the same dataset is recognised.
     """
     sync_folder(directory.parent)
     with _locked(directory):
@@ -194,9 +193,8 @@ def _put_in_place(temporary: Path, directory: Path, digest: str) -> None:
 def discard(directory: Path) -> None:
     """Remove the dataset in a folder if it is damaged.
 
-    All its files are read, while the folder's lock keeps other processes from writing it. So a dataset that is intact,
-    perhaps because another process has just repaired it, stays. A missing folder is left alone. Raises OSError if the
-    folder cannot be removed.
+    All its files are read, while the folder's lock keeps other processes from writing it. An intact dataset stays, and
+    a missing folder is left alone. Raises OSError if the folder cannot be removed.
     """
     with _locked(directory):
         try:

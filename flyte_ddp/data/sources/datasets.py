@@ -78,8 +78,8 @@ def prepare(name: str, progress: Progress | None = None, open_stored: OpenStored
     Args:
         name: the name of the dataset.
         progress: is called with (file name, bytes so far, total bytes or None) while a file is downloaded.
-        open_stored: opens a file of a DDP_DATA_MIRROR in object storage, such as s3://bucket/folder. None if that
-            cannot be read here.
+        open_stored: open_stored(url) opens a file if DDP_DATA_MIRROR is in object storage, such as s3://bucket/folder.
+            With None, such a mirror cannot be read.
 
     Raises:
         DownloadError: the original files cannot be downloaded.
@@ -106,7 +106,7 @@ def _mnist(class_name: str, ask: Ask) -> Originals:
 
     Args:
         class_name: the name of torchvision's class, such as "FashionMNIST".
-        ask: makes the Mirrors that try these folders' URLs, in order.
+        ask: ask(urls) returns Mirrors that try the folders at these URLs, in order.
 
     Raises:
         DownloadError: No mirror delivers a file.
@@ -145,14 +145,17 @@ def _find_downloads(class_name: str) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any]:
-    """Return torchvision's [training, test] data sets of a class, read from the archives into memory.
+    """Unpack archives to a temporary folder, and return torchvision's [training, test] data sets of a class, in memory.
 
-    The archives are unpacked to a temporary folder, because torchvision trusts files that are already unpacked. The
-    class looks for the unpacked files in the folder `below` its root.
+    Args:
+        class_name: the name of torchvision's class.
+        below: the folder below the class's root where the class looks for the unpacked files; "" for the root itself.
+        archives: the archives.
     """
     from torchvision import datasets
     from torchvision.datasets.utils import extract_archive
 
+    # torchvision would trust files that are already unpacked
     with tempfile.TemporaryDirectory(dir=data_dir(), prefix=".unpack.", suffix=".partial") as root:
         Path(root, below).mkdir(parents=True, exist_ok=True)
         for archive in archives:
@@ -167,7 +170,7 @@ def _cifar10(ask: Ask) -> Originals:
     archive is downloaded, from the mirror or else from the public address, and is unpacked.
 
     Args:
-        ask: makes the Mirrors that try these folders' URLs, in order.
+        ask: ask(urls) returns Mirrors that try the folders at these URLs, in order.
 
     Raises:
         DownloadError: Nobody delivered the archive.
@@ -217,7 +220,7 @@ def _digits(ask: Ask) -> Originals:
 def _enlarge(images: np.ndarray) -> np.ndarray:
     """Enlarge images (N, 8, 8) int64 of values from 0 to 16 to (N, 1, 28, 28) uint8.
 
-    They are enlarged to 24 x 24 bilinearly, in whole numbers, which give the same bits everywhere, and padded by 2.
+    They are enlarged to 24 x 24 bilinearly, by integer arithmetic with the same bits everywhere, and padded by 2.
     """
     thirds = np.clip(np.arange(24) - 1, 0, 21)  # the centres of the new pixels, in thirds of a source pixel
     left, part = np.divmod(thirds, 3)

@@ -42,10 +42,10 @@ class Mirrors:
     unreachable: dict[str, str] = field(default_factory=dict)
 
     def fetch(self, filename: str, md5: str, directory: Path) -> Path:
-        """Download a file, unless it is there with this MD5, and return its path. It appears whole or not at all.
+        """Download a file, unless it is there with this MD5, and return its path. The file appears whole or not at all.
 
         The folders in `urls` are tried in order, until one has the file with this MD5. A host that could not be reached
-        is not asked again by this object, for other files either.
+        is not asked again by this object, even for other files.
 
         Args:
             filename: the file's name below each of the folders, and below `directory`.
@@ -119,7 +119,7 @@ def mirror_from_environment() -> str | None:
     """Return DDP_DATA_MIRROR, or None if it is not set.
 
     Raises:
-        InputError: It is not the URL of a folder, or is the URL of a storage and has keys in it.
+        InputError: The variable is not the URL of a folder, or is the URL of a storage with keys in it.
     """
     url = os.environ.get(MIRROR_VARIABLE, "").strip()
     if not url:

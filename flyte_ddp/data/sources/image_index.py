@@ -45,16 +45,16 @@ class Sound(NamedTuple):
 def list_images(folder: Path) -> Files:
     """Return the names of a folder's image files, relative to the folder and sorted, by split and class.
 
-    No file is read. The folder has a sub-folder for each class, or has the sub-folders train and test, which have
-    these.
+    No file is read. The folder has a sub-folder for each class, or sub-folders train and test, with classes in each.
 
     Returns:
         {"train": ..., "test": ...}, or {"": ...} if there are no train and test. Each value has a list of names by
         class.
 
     Raises:
-        InputError: The folder is not there or may not be read; it, train or test has no image files; there is only one
-            class to train on; a class is in test alone; or sub-folders have the names of other splits, such as "valid".
+        InputError: The folder is not there or may not be read; the folder, train or test has no image files; there is
+            only one class to train on; a class is in test alone; or sub-folders have the names of other splits, such as
+            "valid".
     """
     with reading():
         paths = _all_images(folder)
@@ -126,7 +126,7 @@ def stamp_images(folder: Path) -> str:
     Only names, sizes and times are read.
 
     Args:
-        folder: the folder, with a sub-folder for each class, or with train and test that have these.
+        folder: the folder, with a sub-folder for each class, or sub-folders train and test with classes in each.
 
     Raises:
         InputError: The folder is not there, its sub-folders are not as described, or it has no image files or too few
@@ -147,11 +147,12 @@ def index_folder(folder: Path, name: str, images: ImageSettings, say: Callable[[
     """Read every image of a folder, and write an index of them.
 
     The index is a prepared dataset that has the images' names instead of the images. It is below the folder for local
-    data. Its name is a hash of its content, so the same images have one index. The index has no link to the images yet:
-    link_images() makes the link. Images that cannot be read are left out.
+    data. Its name is a hash of its content, so the same images have one index. Images that cannot be read are left out.
+    link_images() links the index to the images later.
 
     Args:
-        folder: the folder of the images, with a sub-folder for each class, or with train and test that have these.
+        folder: the folder of the images, with a sub-folder for each class, or sub-folders train and test with classes
+            in each.
         name: the name of the dataset.
         images: the settings.
         say: prints a line, which tells how many images cannot be read.
@@ -262,8 +263,8 @@ def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], 
 def write_folder(folder: Path, classes: Sequence[str], images: np.ndarray, labels: np.ndarray) -> None:
     """Write images (N, C, H, W) as PNG files NUMBER.png, with a sub-folder per class. C is 1 or 3; labels are (N,).
 
-    The folder appears whole or not at all. If it exists already, because another process has written it, it stays, and
-    no error is raised. Raises OSError if the folder cannot be written.
+    The folder appears whole or not at all. A folder that is there already stays, without an error. Raises OSError if
+    the folder cannot be written.
     """
     from PIL import Image
 
@@ -349,9 +350,9 @@ def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, i
 
 
 def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
-    """Print by `say` how many of `count` files cannot be read, and the first of them; nothing if all can be.
+    """Print how many of `count` files are `bad`, which cannot be read, and the names of the first ones.
 
-    Raises InputError if their share is above `limit`.
+    Nothing is printed if none is bad. If their share is above `limit`, from 0 to 1, InputError is raised instead.
     """
     if not bad:
         return

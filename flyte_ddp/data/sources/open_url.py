@@ -66,8 +66,8 @@ class Opener:
     def open(self, url: str) -> tuple[Pieces, int | None]:
         """Open a URL of http, https, file or object storage.
 
-        A connection or file stays open until all pieces are read, or the pieces are closed. Both errors may also be
-        raised while pieces are read.
+        The connection or file stays open until all pieces are read, or the generator of pieces is closed. Both errors
+        may also be raised while pieces are read.
 
         Returns:
             The content, piece by piece, and its size in bytes, which is None if it is unknown.
@@ -102,16 +102,13 @@ class Opener:
     def _answer(self, url: str) -> requests.Response:
         """Send a GET request, and return the answer, of any status, once its headers have come.
 
-        The answer must come within limits.answer_seconds. All failed waits of this opener together may take
-        limits.silence_seconds: waited_seconds counts them, and this method adds the time of a failed request. If less
-        than 0.1 s is left, no request is sent.
-
-        A thread of its own sends the request, because name look-up, redirects and slow headers can take longer than the
-        time-outs of `requests`.
+        The answer must come within limits.answer_seconds, or in what waited_seconds leaves of limits.silence_seconds,
+        if that is less. The time of a failed request is added to waited_seconds.
 
         Raises:
             RefusedError: The redirects never end.
-            UnreachableError: A RefusedError, too: the request has failed, has no answer in time, or is not sent.
+            UnreachableError: A RefusedError, too: the request has failed, has no answer in time, or, with less than 0.1
+                s left, is not sent.
         """
         outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
         limits = self.limits
@@ -128,6 +125,7 @@ class Opener:
                 outcome.put(error)
 
         started = time.monotonic()
+        # Name look-up, redirects and slow headers can take longer than the time-outs of `requests`
         threading.Thread(target=ask, daemon=True).start()
         try:
             answer = outcome.get(timeout=seconds)
@@ -143,8 +141,10 @@ class Opener:
     def _pieces(self, response: requests.Response) -> Pieces:
         """Yield the body as it is sent, without decoding, and close the response at the end.
 
-        Raises UnreachableError if no byte has come for limits.window_seconds, or fewer than limits.window_bytes within
-        that time, and RefusedError if the connection was cut. A wait in vain is added to waited_seconds.
+        Raises:
+            UnreachableError: No byte has come for limits.window_seconds, or fewer than limits.window_bytes within that
+                time. The time is added to waited_seconds.
+            RefusedError: The connection was cut.
         """
         window_start = time.monotonic()
         window_bytes = 0
@@ -188,7 +188,7 @@ def _read(file: BinaryIO) -> Pieces:
 
 
 def _network_reason(error: BaseException | None) -> str:
-    """Return in a few words why a request failed: the system's own message, out of what requests wraps it in."""
+    """Return in a few words why a request failed: the system's own message, which requests wraps in its exceptions."""
     if isinstance(error, (TimeoutError, requests.Timeout)):
         return "no answer in time"
     if isinstance(error, (requests.exceptions.InvalidSchema, requests.exceptions.InvalidURL)):
