@@ -155,7 +155,7 @@ class PlatformStore(CheckpointStore):
         2. with `resume`, the previous attempt's;
         3. with `resume`, the one that the previous attempt would have resumed from.
 
-        The second and third are then uploaded in the background as this attempt's own. Unless there is the first, a
+        The second and third are then uploaded in the background as this attempt's own. If the first is missing, a
         file in this attempt's folder tells the next attempt where to look, even if the download fails.
 
         With is_by_ranks, ranks download a sharded checkpoint's shards themselves. Then `path` gets only the manifest,

@@ -115,7 +115,7 @@ def train_as_rank(
 def recording_failure(platform: Platform) -> Iterator[None]:
     """Write a rank's failure to a file if an exception ends the block, and raise the exception again.
 
-    A context manager. The file lies beside the one that torchrun names in TORCHELASTIC_ERROR_FILE, and
+    A context manager. The file lies beside torchrun's own, which the variable TORCHELASTIC_ERROR_FILE names, and
     failure_of_node() reads it. Nothing is written without that variable, or for a KeyboardInterrupt or SystemExit. If
     the file cannot be written, an OSError is raised in place of the exception.
 

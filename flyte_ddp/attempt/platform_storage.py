@@ -58,8 +58,8 @@ def list_files(platform: Platform, folder: str) -> dict[str, str]:
 def folder_digest(platform: Platform, folder: str) -> str:
     """Return a digest that changes when a file is added, removed or written to.
 
-    It is made of names, sizes, times and other metadata. Raises the errors of list_files(), and InputError if the
-    folder has no files or is not there.
+    The digest is made of names, sizes, times and other metadata. Raises the errors of list_files(), and InputError if
+    the folder has no files or is not there.
     """
     files = list_files(platform, folder)
     if not files:  # a storage has no empty folders, so a folder with a wrong name looks like one
