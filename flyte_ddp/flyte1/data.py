@@ -43,11 +43,11 @@ def downloaded(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None
 
 
 def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path | None:
-    """Download a file or folder once per host, and return the path of the copy, which all ranks of the host share.
+    """Download a file or folder once per host, and return the path of the download, which all ranks of the host share.
 
-    The first process that asks makes the copy in the folder for temporary files, under a hash of the URL. The others
-    wait for the copy. A later call returns the copy without another download, even if the original has changed. Errors
-    of the download are raised, and the next call tries again. None is returned for None.
+    The first process to call it downloads, while the others wait. The download goes to the folder for temporary files,
+    under a hash of the URL. It is not repeated, even if the original changes. Errors of the download are raised, and
+    the next call tries again. None is returned for None.
     """
     if file_or_folder is None:
         return None
@@ -62,7 +62,7 @@ def stream(data: FlyteFile | FlyteDirectory | StructuredDataset) -> StoredData:
 
     The recipe's data_path is the URL or path of the data. Nothing is downloaded, except the index of a folder of
     blocks. The reference has a digest of that index, or else of the files' names, sizes and times. A checkpoint is only
-    valid for data with the same digest. For a cache key that follows the data, too, give the task
+    valid for data with the same digest. If the cache key is to follow the data, too, give the task
     folder_by_content(folder=...).
 
     fsspec keeps Flyte's settings of that storage for the rest of this process.

@@ -51,8 +51,8 @@ def find_images(folder: str, backend: str = "auto", nproc: int = 0, batch_size: 
     drops cached results of tasks whose output files are gone.
 
     Args:
-        folder: a path or URL. A cluster needs a URL. If empty, the images are scikit-learn's digits, which are written
-            as PNG files here; on a cluster, their digest is empty.
+        folder: a path or URL. A cluster needs a URL. If empty, scikit-learn's digits are written to this machine as PNG
+            files; on a cluster, their digest is empty.
         backend: the backend of the training, for the check.
         nproc: the number of ranks, for the check.
         batch_size: the batch size, for the check.
@@ -125,11 +125,11 @@ def digit_images() -> Path:
 
 
 def attach(index: FlyteDirectory, folder: FlyteDirectory) -> FlyteDirectory:
-    """Return a folder for the ranks, whose download fills it with links to the index's files and the images.
+    """Return a folder for the ranks, whose download fills it with links to the index's files and to the images.
 
     This call only creates the folder, empty, in the working folder. The index and the images are downloaded when the
-    returned folder is. In a pod, every image is then also read and compared with the index; a local run does not check
-    them.
+    returned folder is. In a pod, that download also reads every image and compares it with the index; a local run does
+    not.
 
     Raises:
         DataError: Not from this call, but from the download in a pod: an image is missing, or its content is not what

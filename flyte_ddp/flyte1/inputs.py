@@ -21,8 +21,7 @@ def explain_missing_paths() -> None:
     """Patch `pyflyte run` to report a missing file or folder that was given for an optional input.
 
     Without the patch, flytekit tries to convert the path to None, too, and shows a traceback. The patch also raises an
-    InputError for an empty path, because flytekit would take it for the current folder. flytekit itself still reads
-    inputs of other types. A second call changes nothing.
+    InputError for an empty path, which flytekit would take for the current folder. A second call changes nothing.
     """
     if getattr(UnionParamType.convert, "explains", False):
         return
@@ -107,9 +106,11 @@ def choose_dataset(known: ModelMetadata | None, asked: str, remedy: str) -> str:
 def check_dataset(known: ModelMetadata | None, asked: str) -> None:
     """Raise InputError if the user names another dataset than the one that the weights were trained on.
 
-    Images would be normalised, and classes named, as in the other dataset.
+    Args:
+        known: the weights' metadata; with None, nothing is checked.
+        asked: the name, or "auto", which is always accepted.
     """
-    if known and asked not in ("auto", known.data["name"]):
+    if known and asked not in ("auto", known.data["name"]):  # images would be normalised as in the other dataset
         raise InputError(
             f"dataset must be the one that model_state was trained on, {known.data['name']}, got {asked}: leave it out"
         )

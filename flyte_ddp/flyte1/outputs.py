@@ -24,7 +24,7 @@ def output_folder(path: Path, url: str = "") -> FlyteDirectory:
 
     Args:
         path: the folder on this machine.
-        url: where in Flyte's storage the folder goes, if some of its files are there already; empty leaves the place to
+        url: where the folder goes in Flyte's storage, which may have some of its files already; empty leaves that to
             Flyte. A local run must leave it empty.
     """
     return FlyteDirectory(str(path), remote_directory=url or _storage())

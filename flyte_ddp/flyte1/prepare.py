@@ -48,12 +48,13 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
     """Check that the training is possible, and return the name of the dataset to train on; a Flyte task.
 
     On a cluster, the result is cached, and nothing is downloaded here. A local run never takes the result from a cache,
-    because it checks this machine. It also deletes a damaged prepared copy of the dataset, and drops entries of
-    the local cache whose files are gone.
+    because it checks this machine. It also deletes a damaged prepared copy of the dataset, and drops entries of the
+    local cache whose files are gone.
 
     Args:
         hp: the settings of the training.
-        options: the options of the run. They are no part of the cache key.
+        options: the options of the run. They are no part of the cache key, so a cached result is not checked for
+            keep_best.
         auto: the dataset that hp.dataset "auto" stands for.
 
     Returns:
@@ -61,9 +62,9 @@ def resolve_dataset(hp: Hyperparameters, options: RunOptions, auto: str = "mnist
         name is "digits".
 
     Raises:
-        InputError: keep_best or patience is set without a validation split; where the result is cached, keep_best is
-            not looked at. In a local run also: this machine cannot run the ranks, there are more ranks than virtual
-            ranks, or without these than samples in a batch, or the dataset or its folder cannot be used.
+        InputError: keep_best or patience is set without a validation split. In a local run also: this machine cannot
+            run the ranks; there are more ranks than virtual ranks, or without these than samples in a batch; or the
+            dataset or its folder cannot be used.
     """
     datasets.check_ranks(platform, hp, options)
     return resolve_name(hp.dataset, auto)
@@ -88,9 +89,9 @@ def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
 def resolve_name(asked: str, auto: str = "mnist") -> str:
     """Return the name of the dataset to train on: `asked`, or `auto` if `asked` is "auto".
 
-    A cluster does nothing else. A local run deletes the prepared dataset if that is damaged, and drops cache entries
-    whose files are gone. For "auto" it also prepares the dataset if it is not prepared yet; if the download fails, it
-    says so and returns "digits".
+    On a cluster, nothing else happens. A local run deletes the prepared dataset if that is damaged, and drops cache
+    entries whose files are gone. For "auto" it also prepares the dataset; if the download fails, a line says so, and
+    "digits" is returned.
     """
     name = datasets.resolve_name(platform, asked, auto)
     if is_local():
@@ -102,8 +103,7 @@ def forget_lost_results() -> None:
     """Drop entries of the local cache whose files are gone, so that their tasks run again.
 
     Only entries of tasks that this process has imported are dropped: all projects of a user share the cache, and
-    another project's disk may be back later. Other runs may drop entries at the same time. Flyte's local cache stores
-    paths, never contents, and offers no such check.
+    another project's disk may be back later.
     """
     cache = local_cache()
     ours = tuple(f"{entity.name}-" for entity in FlyteEntities.entities)

@@ -58,14 +58,13 @@ def ship_whole_package() -> None:
 def ship(files: Iterable[str]) -> None:
     """Make `pyflyte run --remote` send these files, too, without importing them.
 
-    pyflyte sends the __file__ of each entry in sys.modules that is below the project's root. So each file that is not
-    imported gets an entry there, which is no real module and only has a __file__. (Importing the files of the ranks
-    would import torch.) Without these entries, if the user forgets `--copy all`, the pod would run the files of its
-    image in place of the user's.
+    Without `--copy all`, the pod would otherwise run the files of its image in place of these.
 
     Args:
-        files: absolute paths. A file that is already imported gets no entry, as pyflyte sends it anyway.
+        files: absolute paths. pyflyte sends files that are already imported anyway.
     """
+    # pyflyte sends the __file__ of each entry in sys.modules that is below the project's root. So each file gets an
+    # entry, which is no real module: importing the files of the ranks would import torch.
     imported = set(loaded_files().values())  # pyflyte sends imported files anyway, and would send them twice
     for file in files:
         name = f"{file} (file)"

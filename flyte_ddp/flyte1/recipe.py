@@ -67,10 +67,10 @@ class NamedTraining(FlytekitTraining[Outputs]):
         Args:
             ignored_inputs: names of the task's inputs that the cache ignores.
             own: your own arguments of @task. Give them here, because Python refuses a keyword twice:
-                @task(**arguments(requests=Resources(gpu="4"))). A quantity that you leave out of requests= and limits=
-                is the registered one. environment=, secret_requests=, labels= and annotations= are added to the
-                registered ones. All others, such as retries=, replace them. most_gpus=1 is not of @task: it limits a
-                task that predicts to one GPU.
+                @task(**arguments(requests=Resources(gpu="4"))). requests= and limits= replace single registered
+                quantities. environment=, secret_requests=, labels= and annotations= are added to the registered ones.
+                All others, such as retries=, replace them. most_gpus=1, which is not of @task, limits a task that
+                predicts to one GPU.
 
         Raises:
             InputError: as training_arguments() does.

@@ -51,10 +51,10 @@ def training_sizes(gpus: int) -> dict[str, Any]:
 def resize(task: PythonAutoContainerTask, gpus: int, resume_from: str = "") -> dict[str, Any]:
     """Change a training task to a number of GPUs, and return the arguments of with_overrides for its pod.
 
-    Call this function in a @dynamic, once for each task. It also writes the number to the task's environment, which
-    tells the pod how many GPUs to expect, because with_overrides cannot set variables. If DDP_AVOID_HOURS is
-    registered, the task's pod template is changed, too: the pod then keeps away from nodes whose hardware has failed.
-    For that the storage is read; if it fails, a warning is printed, and the pod keeps away from none.
+    Call this function in a @dynamic, once for each task. It also sets the task's environment variable that tells the
+    pod how many GPUs to expect. If DDP_AVOID_HOURS is registered, the task's pod template then keeps the pod away from
+    nodes whose hardware has failed. If the storage that lists them fails, there is a warning, and the pod keeps away
+    from none.
 
     Args:
         task: the training task, which is changed.

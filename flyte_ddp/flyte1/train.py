@@ -45,7 +45,7 @@ def training_arguments(
 
     Raises:
         InputError: A DDP_ environment variable is invalid; a registered secret is not named GROUP/KEY; or avoid_hosts
-            is registered, although the pod's template is one in the cluster.
+            is registered, and the pod's template is one in the cluster.
     """
     arguments = {
         "cache": Cache(policies=code, salt=salt, ignored_inputs=tuple(ignored_inputs), serialize=True),
