@@ -13,7 +13,7 @@ def one_attempt() -> Iterator[None]:
 
     On a cluster, an error of this library with a message for users becomes an AttemptError, after which Flyte retries,
     or a FinalError, if another attempt would fail alike. Other errors are unchanged. In a local run, every exception
-    becomes a FinalError. (The SDK would otherwise repeat a local run after a pause.)
+    becomes a FinalError, because the SDK would repeat the run after another error.
     """
     try:
         with platform_errors(platform):

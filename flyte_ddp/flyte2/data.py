@@ -19,7 +19,7 @@ def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path
 
     Args:
         file_or_folder: the input.
-        to: the path of a copy, also of a local file or folder; None leaves these where they are.
+        to: the path for a copy. None makes no copy of a file or folder that is on this machine.
 
     Raises:
         DownloadError: the download has failed, which is worth another attempt.
@@ -33,10 +33,10 @@ def downloaded(file_or_folder: File | Dir | None, to: str | None = None) -> Path
 
 
 def downloaded_once(file_or_folder: File | Dir | None) -> Path | None:
-    """Return the path of a copy of the file or folder that all ranks of this host share; None for None.
+    """Download a file or folder once per host, and return the path of the download, which all ranks of the host share.
 
-    The first process that asks makes the copy in the temporary folder, under a hash of the URL. The others wait for the
-    copy. A later call returns it without another download, even if the original has changed.
+    The first process to call it downloads, while the others wait. The download goes to the folder for temporary files,
+    under a hash of the URL. It is not repeated, even if the original changes. None is returned for None.
 
     Raises:
         DownloadError: the download has failed, which is worth another attempt.
@@ -78,7 +78,7 @@ def by_content(file: File | None) -> File | None:
     The file is read where it is, and not copied. Call it for a model_state or checkpoint to start from.
 
     Raises:
-        FinalError: The file is missing, or is a folder. In a local run every other failure of the storage is one, too.
+        FinalError: The file is missing, or is a folder. In a local run also: the storage fails.
         Exception: On a cluster, what the storage's client raises.
     """
     if file is None:
@@ -88,7 +88,7 @@ def by_content(file: File | None) -> File | None:
 
 
 def folder_by_content(folder: Dir) -> Dir:
-    """Return the same folder, whose key in the caches then changes when a file is added, removed or written to.
+    """Return the same folder, with a cache key that changes when a file is added, removed or written to.
 
     The key is made of names, sizes and times; no file is read.
 

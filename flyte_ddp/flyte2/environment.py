@@ -66,8 +66,8 @@ def find_secrets(variables: Collection[str], own: OwnSecrets = ()) -> list[flyte
     Args:
         variables: the environment variables that get registered secrets, such as WANDB_API_KEY. Those for which no
             secret is registered are left out.
-        own: the task's own secrets, each a key or a flyte.Secret. One for a variable replaces the registered secret of
-            that variable.
+        own: the task's own secrets, each a key or a flyte.Secret. They replace registered secrets of the same
+            variables.
 
     Raises:
         InputError: a registered secret is not named GROUP/KEY.
@@ -154,9 +154,10 @@ def make_environment(
 
 
 def labelled(template: PodTemplate) -> PodTemplate:
-    """Return a pod template with the registered labels and annotations added; without any, the template as it is.
+    """Return a pod template with the registered labels and annotations added.
 
-    The template's own labels and annotations win. The template is not changed. None becomes a new template.
+    The template's own labels and annotations win. The template is not changed, but copied; None becomes a new one. If
+    nothing is registered, the template itself is returned.
 
     Raises:
         InputError: The template is the name of one in the cluster, to which nothing can be added.
@@ -202,8 +203,8 @@ def with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
 def with_avoidance(template: PodTemplate) -> PodTemplate:
     """Return the pod template of a training with what keeps its pods away from nodes, if that is registered.
 
-    A copy of the template gets the affinity for avoid_hosts, and has Kubernetes tell the pod its node. A template in
-    the cluster, given by its name, is returned as it is, or refused by InputError if avoid_hosts is registered.
+    A copy of the template gets the affinity for avoid_hosts, and has Kubernetes tell the pod its node. The name of a
+    template in the cluster is returned as it is. Raises InputError for such a name if avoid_hosts is registered.
     """
     asked = registration()
     if isinstance(template, str):

@@ -21,14 +21,14 @@ def get_python_type(option: click.ParamType) -> Any:
 def read_json_inputs(kind: type, read: Callable[[str], Any]) -> None:
     """Patch `flyte run` so that `read` parses the JSON of inputs of this kind and its subclasses.
 
-    The patch lasts as long as the process. A second call replaces the first patch. The SDK's own reader would take the
-    last of several values for a key, and drop the keys that it does not know.
+    The patch lasts as long as the process. A second call replaces the first patch.
 
     Args:
         kind: a class with from_dict, which gets what read returns.
-        read: parses the text to a dict.
+        read: takes the text, and returns a dict.
     """
-    # A second call must not wrap the function again
+    # The SDK's own reader would take the last of several values for a key, and drop the keys that it does not know.
+    # A second call must not wrap the function again.
     original = getattr(JsonParamType.convert, "original", JsonParamType.convert)
 
     def convert(self: JsonParamType, value: Any, param: Any, context: Any) -> Any:

@@ -23,8 +23,8 @@ def leave_place() -> None:
     """Record in the storage where this action keeps its checkpoints, for the next action of the same training.
 
     Rank 0 alone calls this function, before it trains. flyte_ddp.flyte2.sizes starts such actions, one for each number
-    of nodes that it tries. In any other action, nothing is recorded. This action's folder of checkpoints first gets a
-    note that names the previous action's, because the next action looks only here.
+    of nodes that it tries. In any other action, nothing is recorded. A note in this action's folder of checkpoints
+    names the previous action's folder, in case that this action writes none.
 
     Raises:
         RecoverableError: The storage fails.

@@ -128,10 +128,9 @@ class Flyte2Training(Training[Data, Outputs]):
                 annotations, and the registered grace if it sets none.
 
         Raises:
-            InputError: Your pod_template has another grace than any environment that environment() has made, whose
-                variables tell its pods the grace; without one, another than the registered grace. Give the template to
-                environment() instead. Or your pod_template is the name of one in
-                the cluster, although labels, annotations or avoid_hosts are registered.
+            InputError: Your pod_template has another grace than the environments that environment() has made or,
+                without any, than the registered one: give the template to environment() instead. Or your pod_template
+                is the name of one in the cluster, although labels, annotations or avoid_hosts are registered.
         """
         if "pod_template" in own:
             template, grace = with_grace(own["pod_template"])
@@ -188,13 +187,14 @@ image_training = ImageTraining()
 def naming_the_cause() -> Iterator[None]:
     """Let rank 0 raise the failure that was the cause if the block fails on a cluster; a context manager.
 
-    Every rank uses one around its work, and none waits for another here. Flyte shows only rank 0's error, and decides
-    by this error about a retry. So each rank writes its failure to the storage, unless another rank's failure caused
-    it. If rank 0 hangs, or fails because another rank is lost, it raises the earliest failure in the storage in place
-    of its own. Rank 0 also notifies the webhook, and leaves the failure for the next action of flyte_ddp.flyte2.sizes.
+    Every rank uses one around its work; it is no collective. Flyte shows only rank 0's error, and decides by it about a
+    retry.
 
-    Rank 0 raises an AttemptError or a FinalError. The other ranks raise their own error unchanged. In a local run,
-    every rank does so, and nothing is written.
+    - Each rank writes its failure to the storage, unless another rank's failure caused it.
+    - If rank 0 hangs, or fails because another rank is lost, it raises the earliest failure in the storage, if there is
+      one, in place of its own. Its error is an AttemptError or a FinalError.
+    - Rank 0 also notifies the webhook, and leaves the failure for the next action of flyte_ddp.flyte2.sizes.
+    - The other ranks raise their own error unchanged. In a local run, every rank does so, and nothing is written.
     """
     try:
         yield
