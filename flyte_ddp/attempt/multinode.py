@@ -191,9 +191,10 @@ def failure_of_node(failed: ChildFailedError) -> Failure:
 def make_restart_rule() -> Callable[[ChildFailedError], bool]:
     """Return a function that says whether torch's agent should start a node's ranks again after a failure.
 
-    The function gets the agent's ChildFailedError. It returns True if a rank was killed or has lost its peers, and
-    False for an error of the ranks' code or for a hang: after a hang, another node's agent may stand still, too. It
-    also returns False if the kernel has killed a process for want of memory since make_restart_rule() was called.
+    The function gets the agent's ChildFailedError. It returns True if a rank was killed or has lost its peers. It
+    returns False for an error of the ranks' code, for a hang, and if the kernel has killed a process for want of memory
+    since make_restart_rule() was called.
     """
     kills = memory_kills()
+    # After a hang, another node's agent may stand still, too
     return lambda failed: failure_of_node(failed).kind in LOSSES and memory_kills() == kills

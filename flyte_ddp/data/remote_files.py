@@ -43,19 +43,17 @@ Details = dict[str, Any]
 
 
 def find_files(files: AbstractFileSystem, root: str) -> dict[str, Details]:
-    """Find all files below a root, and return their details, such as the size, by their names below the root, sorted.
+    """Return the details, such as the size, of all files below a root, by each file's name below the root, sorted.
 
     If the root is itself a file, its name is "". If nothing is there, the dict is empty. Left out are hidden files,
-    files in hidden folders, and the empty objects that some tools write for a folder. On a disk, links are followed,
-    which fsspec would skip.
+    files in hidden folders, and the empty objects that some tools write for a folder. On a disk, links are followed.
 
     Args:
         files: fsspec's client of the storage.
         root: the path of a folder or file, in the client's form.
 
     Raises:
-        InputError: On a disk, a link that is not hidden leads nowhere, or any link leads to a folder that
-            contains it.
+        InputError: On a disk, a link that is not hidden leads nowhere, or any link leads to a folder that contains it.
         OSError: On a disk, a folder cannot be listed. A storage's client has errors of its own.
     """
     if isinstance(files, LocalFileSystem):

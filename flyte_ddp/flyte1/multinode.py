@@ -46,9 +46,10 @@ class MultinodeTask(PytorchElasticFunctionTask):
 def error_of_node(error: Exception) -> Exception:
     """Return, without raising it, the error that this node reports to Flyte for a failed training.
 
-    If `error` was raised while torch's ChildFailedError was handled, ranks of this node failed: the result is Flyte's
-    error for the rank that failed first. If `error` says that the nodes' rendezvous was lost, the result is an error
-    that Flyte retries. Any other error is returned unchanged.
+    - If `error` was raised while torch's ChildFailedError was handled, it is Flyte's error for the rank of this node
+      that failed first.
+    - If `error` says that the nodes' rendezvous was lost, it is an error that Flyte retries.
+    - Otherwise it is `error` itself.
     """
     if isinstance(error.__context__, ChildFailedError):
         failure = failure_of_node(error.__context__)

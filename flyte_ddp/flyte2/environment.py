@@ -181,11 +181,11 @@ def with_grace(template: PodTemplate) -> tuple[PodTemplate, dict[str, str]]:
 
     The grace is the time from a SIGTERM until the pod is killed.
 
-    - A PodTemplate with a grace is returned as it is. The variables have the smaller one of its grace and the
-    registered grace.
+    - A PodTemplate with a grace is returned as it is. The variables have its grace, or the registered one if that is
+      smaller.
     - A PodTemplate without a grace is copied. The copy and the variables have the registered grace, or this library's
-    default.
-    - None or an empty name becomes a new template, with the same grace.
+      default.
+    - None or an empty name becomes a new template, with the registered grace or the default, too.
     - The name of a template in the cluster is returned as it is. The variables have the registered grace, or 30 s.
 
     Args:

@@ -197,8 +197,7 @@ def _cifar10(ask: Ask) -> Originals:
 def _digits(ask: Ask) -> Originals:
     """Return scikit-learn's 1,797 handwritten digits (UCI optdigits, test part), which need no download.
 
-    Every sixth image of each class is for testing, 296 in all, and the other 1,501 are for training. An epoch goes over
-    these eight times.
+    Every sixth image of each class is for testing, 296 in all. An epoch goes over the other 1,501 eight times.
 
     The 8 x 8 images are enlarged to 24 x 24 and padded to 28 x 28: of the sizes tried, the tutorial's network learns
     this one best.
