@@ -38,16 +38,16 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
-    """Write a checkpoint's content to a temporary file beside `path`; finish_draft() then makes it the checkpoint.
+    """Write a checkpoint's content to a temporary file beside `path`, for which the caller calls finish_draft().
 
-    The caller may change the tensors once this has returned. The bytes may not be on the disk yet.
+    Afterwards the caller may change the tensors. The bytes may not be on the disk yet.
 
     If the content has Shards, which are sharded tensors with one rank's rows, this is a collective. Rank 0 calls
     write_draft(). Each other rank calls fill(None, content, device), which sends its rows to rank 0.
 
     Args:
         path: where the checkpoint will be.
-        content: what to write, without the format, which is added.
+        content: what to write. The number of the format is added.
         device: the device that exchanges the rows of Shards.
 
     Returns:
@@ -73,10 +73,10 @@ def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU)
 
 
 def finish_draft(draft: Path, path: Path) -> None:
-    """Append the checksum to what write_draft() has written, wait for the disk, and put the file in place of `path`.
+    """Append the checksum to a file of write_draft(), wait until the file is on the disk, and rename it to `path`.
 
     Raises:
-        OSError: One of these fails. The draft is removed then, and the file at `path` stays as it was.
+        OSError: A step fails. The draft is removed, and the earlier file at `path` stays as it was.
     """
     try:
         with open(draft, "r+b") as file:
@@ -90,17 +90,18 @@ def finish_draft(draft: Path, path: Path) -> None:
 def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Verify a checkpoint's checksum, format and identity, and return its content.
 
-    Tensors are mapped from the file, not read into memory. A sharded checkpoint has several files and a manifest, and
-    its tensors come as StoredTensors. Only the manifest is verified here; the caller has to verify the files.
+    Tensors are mapped from the file, not read into memory. A sharded checkpoint has several files and a manifest. Of
+    these, only the manifest is read and verified: the tensors are StoredTensors, and the caller verifies their files.
 
     Args:
         path: the checkpoint: one file, or the manifest of several.
-        identity: what determines the result of this training.
-        files: the hashes of the user's files. With them, the error about other code names the files that have changed.
+        identity: what the checkpoint's identity must equal. Entries that are missing in it are not compared.
+        files: the hash of each file of the user's code, by name. With it, an error about other code names the files
+            that have changed.
 
     Returns:
-        A dict with "identity" and "state", and with what else was written. For a sharded checkpoint, "shards" has the
-        SHA-256 of each file, by its path.
+        A dict with "identity", "state" and all else that was written. For a sharded checkpoint, "shards" has the
+        SHA-256 of each file in hex, by its path.
 
     Raises:
         OtherTrainingError: the checkpoint has another format, or is of a training with another identity.
@@ -135,7 +136,7 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str,
 def _changed_files(saved: Any, ours: Mapping[str, str] | None) -> str:
     """Return a text for a message, such as " (a.py, b.py changed)", that says how the code differs from a checkpoint's.
 
-    If no file differs, the text says that the version of torch or flyte_ddp does. If one of the two is unknown, the
+    If no file differs, the text is " (another version of torch or flyte_ddp)". If `saved` or `ours` is unknown, the
     text is empty.
 
     Args:
@@ -226,8 +227,8 @@ def restore(state: TrainingState, saved: dict[str, Any]) -> None:
     """Load a checkpoint's state, as copy_in_place() has returned it, into the training.
 
     Raises:
-        CheckpointError: The saved state does not fit. The training's state is half loaded then. Errors of the device,
-            such as a lack of its memory, are raised as they are.
+        CheckpointError: The saved state does not fit. The training's state is half loaded then.
+        torch.AcceleratorError, torch.OutOfMemoryError: The device has failed.
     """
     try:
         state.load_state_dict(saved)

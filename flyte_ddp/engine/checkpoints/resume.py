@@ -34,23 +34,22 @@ OTHER_BASE = "belongs to another training: the weights that model() freezes were
 
 
 def resume(state: TrainingState, job: Job, environment: Environment, link: Link) -> str | None:
-    """Restore the training on all ranks from rank 0's checkpoint, if there is one of this training; a collective.
+    """Restore the training on all ranks from rank 0's checkpoint, if there is one; a collective.
 
-    Rank 0 verifies the file. Each rank that sees the same file reads its tensors from there, of a sharded checkpoint
-    only its own rows. If some ranks don't see the file, as on another host, the tensors are broadcast one by one. If
-    the files of a sharded checkpoint are in the platform's storage, each host downloads the files that it needs.
+    Rank 0 verifies the file. A rank that sees the same file reads the tensors there, of sharded tensors only its own
+    rows. If some ranks don't see the file, as on another host, the tensors are broadcast one by one. If the files of a
+    sharded checkpoint are in the platform's storage, each host downloads the files that it needs.
 
-    A checkpoint that cannot be used is refused by the event CheckpointRefused, and the training starts from the
-    beginning.
+    If the checkpoint cannot be used, or is another training's, the event CheckpointRefused is emitted, and training
+    starts from the beginning.
 
     Returns:
-        None if the training can go on: from the checkpoint if it was restored, or else from the beginning.
+        None: The caller can train, from the checkpoint if it was restored, otherwise from the beginning.
 
-        "float32" or "bfloat16" if the checkpoint was trained in this precision, and this training is set up in the
-        other one. Nothing was restored: the caller has to set up the training in this precision, and call resume()
-        again.
+        "float32" or "bfloat16": The checkpoint has this precision, and this training the other one. Nothing was
+        restored: the caller has to set up the training in this precision, and call resume() again.
 
-        "" if restoring has failed half-way, on any rank. The caller has to set up the training anew, and start from the
+        "": Restoring has failed half-way on some rank. The caller has to set up the training anew, and start from the
         beginning.
 
     Raises:
@@ -123,21 +122,24 @@ def state_on_all_ranks(job: Job, emit: Callable[[Event], None], device: torch.de
 
 
 def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> tuple[dict[str, Any] | None, Any]:
-    """Verify the job's checkpoint on rank 0, if there is one, and tell all ranks what they need to know; a collective.
+    """Verify the job's checkpoint on rank 0, if there is one, and broadcast what all ranks need of it; a collective.
 
-    A checkpoint that cannot be used, or whose frozen weights are others than this training's, is refused: rank 0 emits
-    CheckpointRefused, or raises InputError if the user wants this checkpoint. If the file is there but cannot be read,
-    rank 0 raises RecoverableError. Rank 0 also removes the drafts of a save that was killed.
+    If the checkpoint cannot be used, or has other frozen weights than this training, rank 0 refuses it: it emits
+    CheckpointRefused. Rank 0 also removes the drafts of a save that was killed.
 
     Args:
         job: the training.
         emit: emits an event.
-        base: the digest of this training's frozen weights; None if there are none to compare.
+        base: the digest of this training's frozen weights; None compares none.
 
     Returns:
         Two values. The first is the content of the checkpoint on rank 0, and None on the other ranks. The second is the
         same on all ranks: (checksum, state with meta tensors, manifest, rank 0's options), or None if there is no good
         checkpoint. The manifest is None unless the files are in a storage.
+
+    Raises:
+        InputError: The user wants the refused checkpoint. Rank 0 alone raises it.
+        RecoverableError: The file is there, but cannot be read now. Rank 0 alone raises it.
     """
     path = Path(job.checkpoint_path)
     content = found = None
@@ -173,9 +175,10 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
         seen: for each rank, whether it can read the checkpoint. Rank 0 can.
 
     Returns:
-        None if all ranks can read the checkpoint. With hybrid sharding, if all ranks of the first node can read it, the
-        group of the ranks, one for each copy of the network, that have the same rows of the sharded weights as this
-        rank. Otherwise the group of all ranks.
+        - If all ranks can read the checkpoint: None, since nothing is sent.
+        - With hybrid sharding, if all ranks of the first node can read it: the group of the ranks, one on each node,
+          that have the same rows of the sharded weights as this rank.
+        - Otherwise: the group of all ranks.
     """
     if all(seen):
         return None
@@ -186,8 +189,8 @@ def _receivers(state: TrainingState, seen: list[bool]) -> Any:
 def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
     """Verify a sharded checkpoint's files, and return for each rank whether it can read the checkpoint; a collective.
 
-    The ranks that can read the checkpoint divide its files among themselves. A checkpoint that is one file is not
-    verified here.
+    The ranks that can read the checkpoint divide its files among themselves. Of a checkpoint that is one file, nothing
+    is verified.
 
     Args:
         content: the content of the checkpoint; None on a rank that cannot read it.
@@ -206,11 +209,11 @@ def _verify_shards(content: dict[str, Any] | None) -> list[bool]:
 
 
 def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = None) -> dict[str, Any]:
-    """Copy the weights and buffers of a checkpoint into the training's, and return the checkpoint's state as tensors.
+    """Copy a checkpoint's weights and buffers into the training's networks, and return the state for restore().
 
-    Weights and buffers of the network and of its moving average have the saved values afterwards, and are in the state
-    that is returned. All else there, such as the optimizer's state, and each tensor whose shape or dtype does not fit,
-    is a new tensor: restore() has to load it. Of a sharded tensor, only this rank's rows are copied.
+    The networks are the trained one and its moving average. The returned state has their own weights and buffers, which
+    now have the saved values. All its other tensors are new: the optimizer's, and each weight or buffer whose shape or
+    dtype does not fit. Of a sharded tensor, only this rank's rows are copied.
 
     Args:
         state: the training that resumes.
@@ -282,7 +285,8 @@ def fetch_shards(
 
     Raises:
         CheckpointError: A file that some rank needs is damaged or missing. All ranks raise it.
-        RecoverableError: The storage fails. Only the rank that meets the failure raises it; the other ranks wait.
+        RecoverableError: The storage fails. Only the rank that meets the failure raises it; the other ranks wait, and
+            the folder stays.
     """
     name = broadcast_value(f"checkpoint-{uuid.uuid4().hex}")
     folder = Path(tempfile.gettempdir(), name)  # this job's ranks on this host share the folder
@@ -307,7 +311,7 @@ def fetch_shards(
 
 
 def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
-    """Download a checkpoint's file from a storage, unless another rank of this host has, and verify its SHA-256.
+    """Download a checkpoint's file from a storage, unless this host has it already, and verify its SHA-256.
 
     The host's ranks take turns by a lock. An incomplete or damaged download is deleted.
 
@@ -318,8 +322,7 @@ def _fetch(file: Path, digest: str, url: str, storage: RankStorage) -> str:
         storage: downloads the file.
 
     Returns:
-        What is wrong, to follow the checkpoint's name in a message, such as "is damaged: ..."; empty if the file is
-        good.
+        What is wrong with the checkpoint, such as "is damaged: ..."; empty if the file is good.
 
     Raises:
         RecoverableError: The storage fails. Only this rank raises it.

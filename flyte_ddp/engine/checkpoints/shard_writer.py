@@ -67,7 +67,11 @@ class SharedFolder:
             )
 
     def begin(self, position: str) -> Path:
-        """Return a new folder for this rank's file of the checkpoint at this epoch and step ("3-120"); a collective."""
+        """Return the path of a new folder for a checkpoint's files, the same on all ranks; a collective.
+
+        Args:
+            position: the epoch and the step of the checkpoint, such as "3-120".
+        """
         # A number, because a step may have two checkpoints, such as one that was due and the last one before a stop
         folder = shards_beside(self._path) / f"{position}-{self._start}-{next(self._numbers)}"
         self._older = []
@@ -141,18 +145,18 @@ class ShardWriter:
     def begin(self, content: dict[str, Any], device: torch.device) -> Callable[[], None]:
         """Copy this rank's rows of the state, and return a function that writes the checkpoint; a collective.
 
-        The training may change its tensors once this has returned. On a CPU, this rank's file is written at once, in
-        place of a copy in memory; an error of that is raised only by the function.
+        Afterwards the training may change its tensors. On a CPU, this rank's file is written at once, in place of a
+        copy in memory. If that fails, no error is raised until the returned function is called.
 
         Args:
             content: the content of the checkpoint.
             device: the device of the training.
 
         Returns:
-            A function, which is a collective, too, in a process group of its own: a thread of each rank has to call it.
-                It waits until the files of all ranks are on the disk. Rank 0 then writes the manifest, or raises
-                OSError if any rank has failed. If a rank is gone, any of the others may raise OSError. With hybrid
-                sharding, only the first rank of those with the same rows writes; on the other ranks, the function does
+            A function that a thread of each rank has to call: it is a collective in a process group of its own. The
+                function waits until the files of all ranks are on the disk. Rank 0 then writes the manifest, or raises
+                OSError if a file could not be written. If a rank is gone, any other rank may raise OSError. With hybrid
+                sharding, only the first of the ranks with the same rows writes a file; on the others, the function does
                 nothing.
         """
         description, tensors = describe_state(content)
@@ -176,7 +180,7 @@ class ShardWriter:
 
         Returns:
             A dict with "dtype", such as "float32"; "shape", that of the whole tensor; and "each", the number of rows in
-            each file, at least 1. If the tensor is not sharded, the first file has all rows.
+            a file, at least 1. The last files may have fewer. If the tensor is not sharded, the first has all rows.
         """
         count = tensor.shape[0] if tensor.shape else 1
         each = count
@@ -186,16 +190,16 @@ class ShardWriter:
         return {"dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape), "each": max(1, each)}
 
     def _own_part(self, tensor: Tensor | Shard) -> Tensor | None:
-        """Return what this rank's file has of a tensor, or None if the file has nothing of it.
+        """Return what to write of a tensor to this rank's file; None if nothing is to be written.
 
-        Of a Shard, this rank's file has this rank's rows, which are not copied if they are contiguous. Of any other
-        tensor, the first part's file has a copy, because safetensors refuses tensors that share memory. Complex numbers
-        of the copy are pairs of real ones, because safetensors lacks some complex types.
+        - A Shard gives this rank's rows, not copied if they are contiguous; None if the rank has no rows.
+        - Any other tensor gives a copy on rank 0, in which complex numbers are pairs of real ones; None elsewhere.
         """
         if isinstance(tensor, Shard):
             return tensor.rows.contiguous() if len(tensor.rows) else None
         if self._cut.part:
             return None
+        # safetensors refuses tensors that share memory, and lacks some complex types
         copied = tensor.clone(memory_format=torch.contiguous_format)
         return torch.view_as_real(copied.resolve_conj()) if copied.is_complex() else copied
 
@@ -239,7 +243,7 @@ def _name_file(part: int) -> str:
 
 
 def _try_to_write(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors to a file, whose folder is created, and return what went wrong; empty if nothing did."""
+    """Create a file's folder, write tensors to the file, and return what went wrong; empty if nothing did."""
     from safetensors.torch import save_file  # an optional library
 
     try:

@@ -52,11 +52,10 @@ class StoredTensor:
         return replace(self, shape=(last - first, *self.shape[1:]), first=self.first + first)
 
     def parts(self) -> Iterator[tuple[Path, int, int]]:
-        """Yield (path, first, end) for each file that has some of these rows, in their order.
+        """Yield (path, first, end) for each file that has some of this object's rows, in the order of the rows.
 
-        The file has the rows from `first` to before `end` of the whole tensor. If this object is a slice, the file may
-        also have rows before and after the slice. The `end` of the last file may lie beyond the tensor. A tensor
-        without dimensions counts as one row.
+        The file has the rows from `first` to before `end` of the whole tensor, which may be more than this object's.
+        The last `end` may lie beyond the tensor. A tensor without dimensions counts as one row.
         """
         count = len(self) if self.shape else 1
         for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():
@@ -88,11 +87,11 @@ def describe_state(state: Any) -> tuple[Any, dict[str, Tensor | Shard]]:
     """Split a state into a description without tensors, which JSON can hold, and its tensors by name.
 
     Args:
-        state: nested dicts, lists and tuples of tensors and of values of the types in PLAIN. NumPy's numbers become
-            Python's.
+        state: nested dicts, lists and tuples of tensors and plain values: texts, numbers, bool and None. NumPy's
+            numbers become Python's.
 
     Returns:
-        The description, from which rebuild_state() makes the state again, and the tensors, which are not copied. Tied
+        The description, from which rebuild_state() makes the state again, and the tensors by name, not copied. Tied
         weights share a name.
 
     Raises:
@@ -160,7 +159,11 @@ def open_shards(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_problem(shard: Path, digest: str) -> str:
-    """Return what is wrong with a file of a sharded checkpoint, which must have this SHA-256; empty if nothing is.
+    """Return what is wrong with a file of a sharded checkpoint, such as "is damaged: ..."; empty if nothing is.
+
+    Args:
+        shard: the file.
+        digest: the SHA-256 in hex that the file must have.
 
     Raises:
         RecoverableError: The file is there, but cannot be read now.

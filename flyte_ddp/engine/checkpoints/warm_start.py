@@ -36,8 +36,7 @@ JUDGED_ON = {("data",), ("settings", "validation_fraction")}  # these decide on 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a file is a checkpoint of this package, of any version. Its checksum is not verified.
 
-    A dict with a format number is a checkpoint, even if this version cannot read that format. A file of weights alone,
-    the manifest of a sharded checkpoint, and any other file that torch cannot load give False.
+    A file of weights alone, the manifest of a sharded checkpoint, and a file that torch cannot load give False.
 
     Raises:
         InputError: The file is missing or may not be read.
@@ -54,7 +53,7 @@ def names_in_checkpoint(path: Path) -> set[str]:
 
 
 def _open(path: Path) -> Any:
-    """Return the content of a file, whose tensors are mapped; None if torch cannot load it.
+    """Load a file with torch, and return its content, with mapped tensors; None if torch cannot load it.
 
     Raises:
         InputError: The file is missing or may not be read.
@@ -70,18 +69,17 @@ def _open(path: Path) -> Any:
 def load_init_weights(model: nn.Module, path: Path, leave_out: str) -> tuple[set[str], str]:
     """Load a file's weights into the network. Tensors that leave_out names keep their initial values.
 
-    After an error, the whole network has its initial values.
+    After an error, the network is as before.
 
     Args:
         model: the network, which is changed.
         path: the file: a model_state or a checkpoint.
         leave_out: patterns (fnmatch) of names of tensors or layers, separated by commas. The word "mismatching" among
-            them leaves out each tensor that only one side has, or whose shape differs.
+            them leaves out each tensor that only the file or only the network has, or whose shape differs.
 
     Returns:
-        The names of the loaded tensors that are in the file itself; and a remark for the user. The remark's count of
-        loaded tensors is higher if the file stores a tied weight under one of its names only, or leaves out frozen
-        weights.
+        The names of the loaded tensors that the file has; and a remark for the user. The remark also counts tensors
+        that the file lacks: other names of a tied weight, and frozen weights.
 
     Raises:
         InputError: The file cannot be read, weights do not fit the network, a pattern matches nothing, or no weight is
@@ -116,8 +114,8 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
 
     The weights, the optimizer's state and the position in the training come from the checkpoint. The optimizer's
     hyperparameters, the learning rates and the schedule are this training's own. The best epoch so far is forgotten if
-    this training chooses the best by another measure or on other samples. On other samples, losses are not compared
-    with those of the other training, either; its warnings stay. Each rank reads the file by itself.
+    this training chooses the best by another measure or on other samples. On other samples, the losses so far are
+    forgotten, too, but not the warnings. Each rank reads the file by itself.
 
     Args:
         state: the state of this training, which is overwritten.
@@ -132,9 +130,10 @@ def load_init_checkpoint(state: TrainingState, path: Path, job: Job, steps_per_e
     Raises:
         CheckpointError: The file is damaged, of another format or recipe, or its network had other frozen weights from
             model(), which checkpoints leave out.
-        InputError: The network or the optimizer differs, no epoch is left to train, or init_leave_out is set and the
-            other training had not the same. A checkpoint from within an epoch also needs the same measures, settings
+        InputError: The network or the optimizer differs, no epoch is left to train, or init_leave_out is set and
+            differs from the other training's. A checkpoint from within an epoch also needs the same measures, settings
             and data.
+        RecoverableError: The file cannot be read now.
     """
     content = read_checkpoint(path, {"recipe": job.recipe})
     saved, other_identity = content["state"], content["identity"]
@@ -189,7 +188,7 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
         job: the training that begins.
 
     Raises:
-        InputError: No epoch is left to train; or init_leave_out is set, and the other training had not the same; or
+        InputError: No epoch is left to train; or init_leave_out is set, and differs from the other training's; or
             `step` is above 0, and the settings or data differ in something that must not change within an epoch.
     """
     settings = job.settings
@@ -217,10 +216,10 @@ def _check_settings(epoch: int, step: int, other_identity: dict[str, Any], job: 
 def _judge_best(state: TrainingState, fresh: Any, other_identity: dict[str, Any], ours: dict[str, Any]) -> None:
     """Decide whether the best epoch of the other training still counts, and whether patience begins anew.
 
-    If the data or validation_fraction differ, the best epoch no longer counts: the training's best_tracker is reset.
-    Otherwise what the tracker has loaded stays. If the other training has then ended because its patience ran out,
-    patience begins anew. It does not if the other training had a stop_after. Nothing happens if the training has no
-    best_tracker.
+    - The training has no best_tracker: nothing happens.
+    - The data or validation_fraction differ: the best epoch no longer counts, and the best_tracker is reset.
+    - The other training ended because patience ran out, and had no stop_after: patience begins anew.
+    - In any other case, what the best_tracker has loaded stays.
 
     Args:
         state: the training that begins, which has loaded the other one's state.
@@ -242,11 +241,11 @@ def _has_other_samples(other_identity: dict[str, Any], ours: dict[str, Any]) -> 
 
 
 def freeze(model: nn.Module, patterns: str) -> str:
-    """Freeze the parameters that the patterns name, alone or by their layer, and return a remark with their names.
+    """Freeze the parameters whose own name, or whose layer's, matches a pattern; return a remark with their names.
 
-    Some batch norm layers keep their running statistics, too: those whose parameters are all frozen, by a pattern or
-    before, and those without parameters in a layer that a pattern names. A hook sets them to evaluation mode before
-    each forward pass.
+    A batch norm layer keeps its running statistics if all its parameters are frozen, by a pattern or before. One
+    without parameters does so if its name, or that of a layer around it, matches. A hook sets these layers to
+    evaluation mode before each forward pass.
 
     Args:
         model: the network, which is changed.
@@ -311,9 +310,8 @@ def _matches(name: str, pattern: str) -> bool:
 def _merge_optimizer_states(optimizer: Optimizer, saved: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
     """Merge another training's optimizer state with this training's hyperparameters, and return a state dict.
 
-    The state, such as Adam's moments, comes from `saved`, and is not copied. Hyperparameters come from `optimizer`:
-    what its class, or one that the class is derived from, takes as an argument. Other options of a group, in which some
-    optimizers count their steps, are state.
+    The state, such as Adam's moments, comes from `saved`, and is not copied. Hyperparameters come from `optimizer`: the
+    options of a group that its class, or a base class, takes as arguments. A group's other options count as state.
 
     Args:
         optimizer: this training's optimizer, which is not changed.

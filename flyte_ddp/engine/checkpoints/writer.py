@@ -44,8 +44,8 @@ def make_checkpoints(
         state: the state of the training; only its network is looked at.
         environment: this rank and its ranks. Only rank 0's object ever says that a checkpoint is due.
         emit: gets an event for each checkpoint that was written or has failed.
-        job: says where checkpoints go, and how often. With sharding that is the job's storage, if it has one, or else a
-            folder that the ranks share.
+        job: says where checkpoints go, and how often. With sharding, they go to the job's storage, if it has one, or
+            else to a folder that the ranks share.
 
     Raises:
         InputError: The network is sharded over several hosts, and they do not share the folder. All ranks raise it.
@@ -65,7 +65,7 @@ def make_whole_checkpoints(
 ) -> "CheckpointWriter | None":
     """Return rank 0's writer of checkpoints, for a training that is not sharded; None on the other ranks.
 
-    It writes a single file, and emits whether it was written.
+    The writer writes a single file, and emits whether that has succeeded.
     """
     if environment.rank:
         return None
@@ -79,14 +79,14 @@ def begin_file(
 ) -> Callable[[], None]:
     """Copy a checkpoint's content, and return a function that writes the copy to a single file.
 
-    The training may change its tensors as soon as begin_file has returned. A thread calls the returned function. That
-    function replaces the file at the path, and deletes the files of an earlier sharded checkpoint beside it.
+    Afterwards the training may change its tensors. The caller runs the returned function in a thread. That function
+    replaces the file at the path, and deletes the files of an earlier sharded checkpoint beside it.
 
     Args:
         path: the checkpoint's file.
-        room: the buffers for a GPU's copies in the host's memory. Pass an empty dict first, and the same dict for each
-            later checkpoint. That overwrites the copies, so the function returned before must have ended. On a CPU the
-            dict is not used.
+        room: the buffers in the host's memory for copies from a GPU: an empty dict at first, and the same dict for each
+            later checkpoint. They are overwritten, so the function returned before must have ended. On a CPU the dict
+            is not used.
         content: the content of the checkpoint.
         device: the training's device. On a CPU, the copy is a temporary file beside the path.
 
