@@ -15,10 +15,10 @@ NARROWER = {np.dtype(np.longdouble): np.dtype(np.float64), np.dtype(np.clongdoub
 
 
 def to_tensor(array: np.ndarray) -> Tensor:
-    """Return the array as a tensor that shares the array's memory, or has a copy if torch cannot hold the array.
+    """Return the array as a tensor, which shares the array's memory unless torch cannot hold the array as it is.
 
-    Copied are arrays with swapped bytes, with strides that torch lacks, such as negative ones, and of floats of 80
-    bits, which become float64.
+    An array is copied if its bytes are swapped, if it has strides that torch lacks, such as negative ones, or if it has
+    floats of 80 bits, which become float64.
     """
     native = array.dtype.newbyteorder("=")
     kind = NARROWER.get(native, native)
@@ -28,10 +28,10 @@ def to_tensor(array: np.ndarray) -> Tensor:
 
 
 def replace_mappings(tree: Any) -> Any:
-    """Return a tree in which dicts replace the mappings that torch's pytree does not know, on all levels.
+    """Return a copy of a tree with a dict in place of each mapping that torch's pytree would take for a leaf.
 
-    pytree knows dict, OrderedDict and defaultdict, which keep their types. Other mappings, such as a tokenizer's
-    BatchEncoding, would be leaves. The given tree is not changed. The tensors are not copied.
+    An example is a tokenizer's BatchEncoding. dict, OrderedDict and defaultdict keep their types. Tensors are not
+    copied.
     """
 
     def with_dict(leaf: Any) -> Any:

@@ -38,10 +38,9 @@ class Batch:
         """Cut the batch into parts of at most `most` consecutive samples, and return them.
 
         Args:
-            most: the most samples of a part; 0 gives [self].
-            ranks: the number of ranks, if all of them need equally many parts because each part has collectives. The
-                list is then filled up to the number of parts of the largest share of a rank. What is added is the first
-                part again, marked as borrowed: it counts for nothing. With 0, nothing is added.
+            most: the largest number of samples in a part; 0 gives [self].
+            ranks: the number of ranks, if all of them need equally many parts because each part has collectives; 0 if
+                not. The list is then filled up with the first part, marked as borrowed: it counts for nothing.
         """
         if not most:
             return [self]
@@ -174,8 +173,8 @@ class _Batches:
     def sizes(self) -> list[int]:
         """Return how many samples of its own this rank has in the first and in the last step; each may be 0.
 
-        With virtual ranks, return instead the different sizes, above 0 and ascending, that the virtual ranks' parts
-        have in these two steps, on all ranks.
+        With virtual ranks, return instead the sizes of all virtual ranks' parts in these two steps: each size above 0
+        once, ascending.
         """
         ends = 0, len(self) - 1
         if not self.virtual_ranks:
@@ -199,17 +198,16 @@ class _Batches:
     def _order(self, keys: Sequence[int | None], origin: Callable[[int], Origin] = lambda step: None) -> Order:
         """Return an order of the split's samples, shuffled by keys, for one or more passes over the samples.
 
-        A split in blocks, which can have only one pass, gives a BlocksInOrder; any other split gives a Shuffled.
-        Without shuffling, a Shuffled keeps the split's order, but a BlocksInOrder takes samples from several places of
-        the split in turn.
+        A split in blocks gives a BlocksInOrder; any other split gives a Shuffled. Without shuffling, a Shuffled keeps
+        the split's order, but a BlocksInOrder takes samples from several places of the split in turn.
 
         Args:
             keys: the key that shuffles each pass; None leaves the pass unshuffled.
-            origin: origin(step) returns what the random numbers of a Dataset's samples follow from in this step. If
-                origin(step) is None, a sample gets the same random numbers each time.
+            origin: origin(step) returns the epoch's key and the position of this rank's first sample in the step, which
+                seed a Dataset's random numbers. With None, a sample gets the same random numbers each time.
 
         Raises:
-            InputError: A split in blocks is given several keys.
+            InputError: A split in blocks is given several keys: it can have only one pass.
         """
         if isinstance(self.split, BlockSplit):
             return BlocksInOrder(self.split, keys, self.batch_size, self.samples, self._computed)
@@ -220,13 +218,15 @@ class _Batches:
 
         A share is (tree, BatchShare): samples as tensors (n, ...) on the device, and their place in the step's global
         batch. Without virtual ranks, a step has one share. With them, it has one for each of this rank's virtual ranks
-        that has samples. With is_even, borrowed shares are added until all ranks have equally many.
+        that has samples. If self.is_even is set, borrowed shares are added until all ranks have equally many.
 
         A rank without samples in a step gets one share with one sample of another rank, marked as borrowed: it counts
-        for nothing. If the samples have lengths, all ranks pad theirs to the longest sample of the global batch.
+        for nothing. If the samples have lengths, all ranks pad to the longest sample of the global batch.
 
         Raises:
-            DataError: A sample cannot be read, or does not fit the others. This rank alone raises it.
+            DataError: A sample or block cannot be read, or does not fit the others. This rank alone raises it.
+            DownloadError: The storage fails to deliver a block. This rank alone raises it.
+            InputError: A block cannot be written to the node's disk. This rank alone raises it.
         """
         lengths = get_lengths(self.split)
         trees = order.fetch(self._parts(order, steps), steps)
@@ -246,12 +246,15 @@ class _Batches:
     def _cut_up(self, step: int, tree: Any, share: BatchShare) -> Iterator[tuple[Any, BatchShare]]:
         """Cut this rank's samples of a step into one share for each of its virtual ranks, and yield these shares.
 
-        Virtual ranks without samples are left out. A rank whose sample is borrowed from another rank gets that one
-        share back, uncut and uncopied.
+        Virtual ranks without samples are left out. A borrowed share is yielded as it is, not cut or copied.
+
+        Args:
+            step: the number of the step in the epoch.
+            tree: the rank's samples.
+            share: their place in the global batch.
 
         Yields:
-            A virtual rank's samples, copied, and their place in the global batch, whose `part` is the virtual rank's
-            number.
+            A copy of a virtual rank's samples, and a BatchShare whose `part` is the virtual rank's number.
         """
         if share.borrowed:
             yield tree, share
@@ -267,10 +270,10 @@ class _Batches:
                 yield pytree.tree_map(lambda leaf, rows=rows: leaf[rows].clone(), tree), cut_share
 
     def _fill_up(self, step: int, shares: list[tuple[Any, BatchShare]]) -> list[tuple[Any, BatchShare]]:
-        """Return the shares to add to this rank's, so that it has as many in this step as the rank that has most.
+        """Return the shares that this rank lacks in a step to have as many as the rank with most.
 
-        They are copies of the rank's last share, marked as borrowed: they count for nothing. All ranks then run equally
-        many parts, which is needed where each part has collectives.
+        The returned shares are copies of the rank's last share, marked as borrowed: they count for nothing. Ranks need
+        equally many shares if each share has collectives.
 
         Args:
             step: the number of the step in the epoch.
@@ -351,8 +354,8 @@ class TrainBatches(_Batches):
 
         Without virtual ranks, the list has one share. With them, it has one for each of the rank's virtual ranks that
         has samples. A rank without samples in a step gets a share with a sample of another rank, marked as borrowed: it
-        counts for nothing. With is_even, borrowed shares are added until all ranks have equally many. The epoch's last
-        global batch may be short.
+        counts for nothing. If self.is_even is set, borrowed shares are added until all ranks have equally many. The
+        epoch's last global batch may be short.
 
         Args:
             epoch: the number of the epoch, from 0.
@@ -381,8 +384,8 @@ class TrainBatches(_Batches):
     def _make_order(self, epoch: int) -> Order:
         """Return the shuffled order of an epoch's samples. Epochs are numbered from 0.
 
-        If samples have lengths and length_window is not 0, the samples of a batch have similar lengths: each
-        length_window batches are sorted by length together, cut into batches again, and these are shuffled.
+        If samples have lengths and length_window is not 0, the samples of a batch have similar lengths: the samples of
+        each length_window batches are sorted by length and cut into batches, and the batches are shuffled.
         """
         keys = self._keys(epoch)
         lengths = get_lengths(self.split)
@@ -426,11 +429,11 @@ class EvaluationBatches(_Batches):
             yield [Batch(tree, share, derive_key(Use.TEST_STEP, step)) for tree, share in shares]
 
     def whole(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """Yield the indices of all samples of each global batch, and which of these this rank evaluates.
+        """Yield, for each global batch, the indices of all its samples, and which of them this rank evaluates.
 
         Yields:
-            (n,) int64, the indices in the split; and (start, stop), the range of places among these indices, stop
-            excluded, that this rank evaluates. The range may be empty.
+            (n,) int64, the indices in the split; and (start, stop): this rank evaluates the samples at
+            indices[start:stop], which may be none.
         """
         for step in range(len(self)):
             start, stop = self.samples_until(step), self.samples_until(step + 1)

@@ -48,10 +48,10 @@ class BlockCache:
         self._alive: IO[bytes] | None = None  # a file that is locked for as long as this rank lives
 
     def open(self) -> None:
-        """Create and lock this rank's folder, set `budget`, and remove what killed runs have left; a collective.
+        """Create and lock this rank's folder, set `budget`, and remove what killed runs have left.
 
-        The budget is this rank's share, in bytes, of cache_bytes, or else of half of the free disk. A second call does
-        nothing. Without a process group, the process is a rank of its own.
+        A collective, unless there is no process group. The budget is this rank's share, in bytes, of cache_bytes, or
+        else of half of the free disk. A second call does nothing.
 
         Raises:
             InputError: The folder cannot be written to. This rank alone raises it.
@@ -112,8 +112,8 @@ class BlockCache:
 
         Args:
             name: the name of the block.
-            write: writes the block to a new file at the given path. Its errors are raised, except that an OSError
-                becomes an InputError.
+            write: write(path) writes the block to a new file. Its errors are raised, except that an OSError becomes an
+                InputError.
 
         Raises:
             InputError: The file cannot be written. The message tells the user to set DDP_CACHE_DIR.
@@ -190,8 +190,8 @@ class Prefetcher:
         Args:
             fetch: fetch(block) brings a block into the cache; the threads call it. Its error ends the fetching, and
                 wait() raises it.
-            delete: delete(block) removes a block that no later step needs. Any thread that calls a method here may call
-                it.
+            delete: delete(block) removes a block that no later step needs. The threads, and callers of finish() and
+                close(), call it.
         """
         self._fetch = fetch
         self._delete = delete
@@ -201,12 +201,14 @@ class Prefetcher:
     def wait(self, step: int, blocks: Iterable[int]) -> None:
         """Wait until the blocks that a step needs are in the cache, or until close() is called.
 
-        After close() it returns although blocks may be missing. If any block of the epoch could not be fetched, even
-        one for a later step, it raises that error of `fetch`.
+        After close(), blocks may be missing.
 
         Args:
             step: the step. Steps ascend from call to call.
             blocks: the numbers of the blocks that the step needs.
+
+        Raises:
+            Exception: The error of `fetch` for any block of the epoch, even one that only a later step needs.
         """
         needed = set(blocks)
         assert all(self.last.get(block, -1) >= step for block in needed), "a block that was not announced"
@@ -273,7 +275,7 @@ class Prefetcher:
 
 
 def needed_bytes(uses: Uses, sizes: np.ndarray) -> int:
-    """Return the most bytes that blocks take at a time, if each is there from its first use to its last.
+    """Return the most bytes that blocks take at a time, if each is on the disk from its first use to its last.
 
     Args:
         uses: the blocks, at least one, and the steps that need each.

@@ -35,17 +35,13 @@ class Uses:
     last: np.ndarray
 
     def also(self, blocks: np.ndarray, step: int) -> "Uses":
-        """Return these uses, extended by blocks that are needed in a step.
+        """Return a copy of these uses, extended by blocks that are needed in a step.
 
-        For a block that the uses already have, the step becomes the last one. A new block is added with the step as its
-        first and last one.
+        If the uses have a block already, the step becomes its last step. A new block has it as first and last step.
 
         Args:
             blocks: (k,) int64, the numbers of the blocks.
             step: a step that is not before the last step of any block.
-
-        Returns:
-            New uses; these stay as they are.
         """
         new = np.setdiff1d(blocks, self.blocks)
         last = np.where(np.isin(self.blocks, blocks), step, self.last)
@@ -97,7 +93,7 @@ class BlockOrder:
         sample needs all blocks of its window.
 
         Args:
-            streams: the numbers of the streams.
+            streams: the numbers of the streams. A stream is a span of the epoch's samples; each batch takes some of it.
             steps: the steps.
 
         Returns:
@@ -162,16 +158,16 @@ class BlockOrder:
         return streams * each + np.minimum(streams, longer)
 
     def _sort_batches(self, positions: np.ndarray) -> np.ndarray:
-        """Return which samples are at these positions of the epoch, once each batch is sorted by stream.
+        """Sort each batch by stream, and return the number of the sample at each of these positions of the epoch.
 
-        Before sorting, the streams take turns: sample k is at place k // used_streams of stream k % used_streams.
-        Sorting puts the samples of one stream next to each other in the batch.
+        Number k is the sample at place k // used_streams of stream k % used_streams: before sorting, the streams take
+        turns. Sorting puts the samples of one stream next to each other in the batch.
 
         Args:
             positions: (n,) int64, positions in the epoch, ascending.
 
         Returns:
-            (n,) int64, the numbers k of the samples.
+            (n,) int64, the numbers.
         """
         steps = np.split(positions, np.flatnonzero(np.diff(positions // self.batch_size)) + 1)
         return np.concatenate([self._sort_batch(step[0] // self.batch_size)[step % self.batch_size] for step in steps])
@@ -181,7 +177,7 @@ class BlockOrder:
         return batch[np.argsort((batch % self.used_streams).astype(np.uint32), kind="stable")]
 
     def _shuffle_windows(self, places: np.ndarray, streams: np.ndarray) -> np.ndarray:
-        """Return which samples are at these places of streams, once samples are shuffled within windows.
+        """Shuffle samples within windows, and return which sample comes to each of these places in a stream.
 
         A window is a span of `window` successive places of one stream. The last window of a stream may be shorter.
 
@@ -190,7 +186,7 @@ class BlockOrder:
             streams: (n,) int64, the stream of each place.
 
         Returns:
-            (n,) int64, the places that these samples have in their streams without the shuffling.
+            (n,) int64, the place of each of these samples in its stream before shuffling.
         """
         windows = places // self.window
         each = int(windows.max()) + 1

@@ -77,7 +77,7 @@ class BlockSplit:
     def hold_out(self, fraction: float) -> "tuple[BlockSplit, BlockSplit]":
         """Divide the split's blocks into two splits: one to train on, and one to validate on.
 
-        The same blocks are held out on every machine and for any settings.seed. Both splits have this one's name and
+        The same blocks are held out on every machine and for any settings.seed. Both splits have this split's name and
         cache, and fetch their first block at once.
 
         Args:
@@ -104,8 +104,7 @@ class BlockSplit:
     def spread(self, count: int) -> Tensor:
         """Choose samples for a trial, spread evenly over a few blocks that are far apart.
 
-        These are SPREAD_BLOCKS blocks, or more if they would have too few samples. So only few blocks must be fetched
-        to read the samples.
+        At least SPREAD_BLOCKS blocks are taken, and more if these have too few samples.
 
         Args:
             count: how many samples to choose.
@@ -121,14 +120,19 @@ class BlockSplit:
         return to_tensor(samples[np.linspace(0, len(samples) - 1, count, dtype=np.int64)])
 
     def fetch(self, parts: Iterable[Tensor], origins: Iterable[Origin] = NOWHERE) -> Iterator[Any]:
-        """Yield the samples of each part, as a tree of tensors (n, ...) on the device, after fetching their blocks.
+        """Fetch the blocks of each part's samples, and yield the samples as a tree of tensors (n, ...) on the device.
 
         This is for a few samples, such as those of trials; an epoch reads by BlocksInOrder. The blocks stay in the
-        cache for the next call. If it would overflow, those of earlier calls are deleted.
+        cache for the next call. If the cache would overflow, blocks of earlier parts and calls are deleted.
 
         Args:
             parts: for each part its sample indices, (n,) int64, in any order.
             origins: not used, since blocks draw no random numbers.
+
+        Raises:
+            DataError: A block's file is damaged, or does not fit the others.
+            DownloadError: The storage fails to deliver a block.
+            InputError: A block cannot be written to the node's disk.
         """
         rows = BlockRows(self)
         for part in parts:
@@ -198,8 +202,8 @@ class BlocksInOrder:
         """Return the blocks that this rank needs in some steps, with the first and last step that needs each.
 
         A batch takes its samples from several streams, each of which reads its own blocks in turn. A rank's samples
-        come from a few neighbouring streams, which may change a little from step to step. A block counts as needed if
-        any of these streams is reading it, even if this rank uses none of its samples.
+        come from a few neighbouring streams, which may change a little from step to step. A block that any of these
+        streams reads counts as needed, even if this rank uses none of its samples.
 
         Args:
             steps: the steps. The first or last step of a block may lie outside of them.

@@ -26,25 +26,25 @@ def reopen_files() -> None:
     cannot be reopened stays shared, too, and without /proc nothing happens.
     """
     with suppress(OSError):  # /proc may not be mounted
-        for number in map(int, os.listdir("/proc/self/fd")):
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):  # the listing itself is closed by now, and other users' files may be refused
-                _reopen(number)
+                _reopen(descriptor)
 
 
-def _reopen(number: int) -> None:
-    """Give a descriptor a file offset of its own, at the same position, by opening its file anew.
+def _reopen(descriptor: int) -> None:
+    """Open a descriptor's file anew, at the same offset, so that no other process shares the offset.
 
     The descriptor keeps its number. A file that is not a regular one, or is open for writing, stays as it is.
 
     Raises:
         OSError: The descriptor is closed, or its file cannot be opened again.
     """
-    flags = fcntl.fcntl(number, fcntl.F_GETFL)
-    if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
         return
-    own = os.open(f"/proc/self/fd/{number}", flags)
+    own = os.open(f"/proc/self/fd/{descriptor}", flags)
     try:
-        os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
-        os.dup2(own, number, inheritable=os.get_inheritable(number))
+        os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
     finally:
         os.close(own)

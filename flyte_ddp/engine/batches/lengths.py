@@ -89,11 +89,10 @@ class Lengths:
     def padded(self, tree: Any, own: Tensor, global_indices: Tensor) -> Any:
         """Return a rank's samples with the length of the global batch's longest sample, so that all ranks pad alike.
 
-        Shorter tensors are padded with zeros. Longer ones are cut: a split whose samples come padded has them all as
-        long as its longest sample.
+        Shorter tensors are padded with zeros. Longer ones are cut, if samples come padded to the split's longest one.
 
         Args:
-            tree: the tensors (n, length, ...) of the rank's samples. A tensor that has no lengths stays as it is.
+            tree: the tensors (n, length, ...) of the rank's samples. A tensor without lengths stays as it is.
             own: (n,) the indices of these samples; n is at least 1.
             global_indices: (N,) the indices of all samples of the global batch.
 
@@ -101,8 +100,8 @@ class Lengths:
             The tree with tensors (n, longest, ...).
 
         Raises:
-            DataError: A tensor is shorter than the longest of these n samples is according to lengths(). Or a tensor is
-                longer than that, and the split's samples do not come padded.
+            DataError: A tensor is shorter than the longest of its n samples according to lengths(). Or it is longer,
+                and samples do not come padded.
         """
         longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)
@@ -162,18 +161,21 @@ class SimilarLengths:
             samples[here] = self._sorted(number)[positions[here] - number * self._width]
         return samples
 
-    def _sort(self, number: int) -> Tensor:
-        """Return the indices (n,) int64 of the samples of window `number`, in the order of the epoch.
+    def _sort(self, window: int) -> Tensor:
+        """Return the indices (n,) int64 of the samples of a window, in the order of the epoch.
 
-        The samples are sorted by length and cut into batches, and the batches are shuffled. Within a batch they stay
-        sorted. The last window has fewer samples if they run out. A short batch stays at the end.
+        The samples are sorted by length and cut into batches, and the batches are shuffled, except that a short batch
+        stays at the end. Within a batch, samples stay sorted. The last window may have fewer samples.
+
+        Args:
+            window: the number of the window, from 0.
         """
-        first = number * self._width
+        first = window * self._width
         some = self._order.at(torch.arange(first, min(self._samples, first + self._width)))
         *batches, last = some[self._each[some].argsort(stable=True)].split(self._batch_size)
         if len(last) == self._batch_size:  # a short batch has to be the epoch's last
             batches = [*batches, last]
             last = last[:0]
-        key = derive_key(Use.LENGTH_WINDOW, self._key, number)
+        key = derive_key(Use.LENGTH_WINDOW, self._key, window)
         order = shuffled(torch.arange(len(batches)), len(batches), key) if batches else ()
         return torch.cat([*(batches[index] for index in order), last])

@@ -71,13 +71,12 @@ class Streamed:
         """Yield each part's samples on the device, as a tree of tensors (n, ...), while workers read the next parts.
 
         The workers start when the first part is asked for, and end after the last part or when this generator is
-        closed. With workers, both iterables are advanced ahead of the part that is yielded. The shorter one ends the
-        reading.
+        closed. They take several items of `parts` and `origins` in advance. The shorter iterable ends the reading.
 
         Args:
             parts: for each part its sample indices, (n,) int64 on the CPU.
-            origins: for each part where in the training it is read; the Dataset's random numbers follow from that. By
-                default every part belongs to an evaluation.
+            origins: for each part the epoch's key and the position of its first sample, which seed the Dataset's random
+                numbers. By default every part belongs to an evaluation.
 
         Raises:
             DataError: A sample cannot be read, or does not fit the others.
@@ -109,13 +108,13 @@ class Streamed:
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
     """Yield the items of an iterator, which a thread computes in advance.
 
-    The thread starts when the first item is asked for. An error that an item raises in the thread is raised here in the
-    item's place. When this generator is closed, the thread may still compute up to `count` items.
+    The thread starts when the first item is asked for. If computing an item raises an error, the consumer gets the
+    error in the item's place. When this generator is closed, the thread may still compute up to `count` items.
 
     Args:
         items: the iterator. Only the thread uses it.
-        count: the most items that are computed and not yet done with; at least 1. The item that the consumer has is one
-            of them, so with 1 the thread waits while the consumer works.
+        count: the most items to hold at a time, at least 1. The item that the consumer works on is one of them, so with
+            1 the thread waits meanwhile.
     """
     asked: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[Future[T]] = SimpleQueue()
@@ -192,8 +191,8 @@ def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, ori
         dataset: the Dataset.
         indices: (n,) the samples, at least one.
         is_padded: whether samples of different lengths are padded with zeros to the longest of them.
-        origin: the key and the position in the epoch by which the samples' generators are seeded in a training; None in
-            an evaluation.
+        origin: in a training, the epoch's key and the position of the first sample in the epoch, which seed the
+            generators; None in an evaluation.
 
     Returns:
         The tree, built as a sample is, with a NumPy array in place of each number, array or tensor.

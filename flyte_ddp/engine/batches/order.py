@@ -59,12 +59,12 @@ def _permute(numbers: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.nda
     return high << low_bits | low
 
 
-def _mix(numbers: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
-    """Return 32 pseudorandom bits for each number, key and round `number`, by SplitMix64's finalizer, as uint64.
+def _mix(numbers: np.ndarray, keys: np.ndarray, round_number: int) -> np.ndarray:
+    """Return 32 pseudorandom bits for each number, its key and the round, by SplitMix64's finalizer, as uint64.
 
-    They are the highest bits of the mix, which are its best ones.
+    They are the highest bits of the finalizer's 64, which are its best ones.
     """
-    mixed = numbers + (keys + np.uint64(number * 0x9E3779B97F4A7C15 % (1 << 64)))
+    mixed = numbers + (keys + np.uint64(round_number * 0x9E3779B97F4A7C15 % (1 << 64)))
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return mixed >> np.uint64(32)

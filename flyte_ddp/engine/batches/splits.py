@@ -34,9 +34,9 @@ class Split(Protocol):
         """Yield the samples of each part, as a tree of tensors (n, ...) on the device.
 
         Args:
-            parts: for each part its sample indices, (n,) int64 on the host.
-            origins: for each part where in the training it is read; a Dataset's random numbers follow from that. By
-                default every part belongs to an evaluation.
+            parts: for each part its sample indices, (n,) int64 on the CPU.
+            origins: for each part the epoch's key and the position of its first sample, which seed a Dataset's random
+                numbers. By default every part belongs to an evaluation.
 
         Raises:
             DataError: A sample cannot be read, or does not fit the others.
@@ -142,6 +142,10 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
     that starts from another one's weights has not seen its validation samples. A split in blocks holds out whole
     blocks.
 
+    Args:
+        split: the split.
+        fraction: the share of the samples to hold out.
+
     Returns:
         The split to train on, and that of the held-out samples. Both read from the given split.
 
@@ -162,8 +166,8 @@ def hold_out(split: Split, fraction: float) -> tuple[Split, Split]:
 def spread(split: Split, count: int) -> Tensor:
     """Choose samples for a trial, evenly from all over the split: (count,) int64 indices, ascending.
 
-    A split in blocks has them from a few blocks, which are far apart. If these have, or the split has, fewer than
-    `count` samples, some indices come several times.
+    Of a split in blocks, the samples are from a few blocks that are far apart. Indices come several times if the split,
+    or these blocks, have fewer than `count` samples.
     """
     if isinstance(split, BlockSplit):
         return split.spread(count)
