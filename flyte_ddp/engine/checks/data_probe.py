@@ -58,11 +58,11 @@ class Fault(Enum):
 def find_unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
     """Return a sentence for each reason why samples differ between ranks, or between two readings; a collective.
 
-    A few samples of each split are read. All ranks get the same list; it is empty if none of these differ. A sentence
-    names all splits with that reason. Of several reasons, only the first of Fault counts for a split.
+    A few samples of each split are read. All ranks get the same list, which is empty if no sample differs. A sentence
+    names all splits with that reason. If a split has several reasons, only the first in the enum Fault counts.
 
     Args:
-        owner: the place in the user's code that the samples come from, with which each sentence begins.
+        owner: the place in the user's code that the samples come from. Each sentence begins with it.
         splits: the samples, by the name of the split.
     """
     device = next(iter(splits.values())).device
@@ -93,12 +93,11 @@ def find_unequal_data(owner: str, splits: dict[str, Split]) -> list[str]:
 
 
 def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
-    """Raise InputError if what read_batch returns for a sample depends on the other samples of the call.
+    """Raise InputError if what a Dataset's read_batch returns for a sample depends on the other samples of the call.
 
     With virtual ranks, a rank reads the samples of several parts in one call, so such a dependence would change
     results. A few samples are read together and alone, and compared. Nothing is checked if the split has no Dataset
-    with read_batch. Nothing is checked either if the recipe has lengths(split): samples are then padded to the longest
-    one of the global batch.
+    with read_batch, or if the recipe has lengths(split).
 
     Args:
         recipe: the recipe, for the message.
@@ -121,17 +120,17 @@ def refuse_coupled_reading(recipe: Recipe, split: Split) -> None:
 def _find_fault(split: Split, chosen: Tensor) -> tuple[Fault | None, str]:
     """Read samples twice, then in another order, and return why the readings differ, and a remedy.
 
-    The other order is read by two loader workers at once, if the split has loader workers. Only a Dataset is read; for
-    data in memory or in blocks, the result is None and "".
+    If the split has loader workers, two of them read the other order at once. Only a Dataset is read; for data in
+    memory or in blocks, the result is None and "".
 
     Args:
         split: the split.
         chosen: (n,) int64, the indices of the samples to read, in increasing order.
 
     Returns:
-        Fault.CHANGING if the second reading differs, Fault.KEPT if a sample depends on those that were read before it,
-        Fault.SHARED if only two workers at once read something else, or None. The text is the remedy for
-        Fault.CHANGING; otherwise it is "".
+        The reason: Fault.CHANGING if the second reading differs, Fault.KEPT if a sample depends on those that were read
+        before it, Fault.SHARED if only two workers at once read something else, or None. And a text, the remedy for
+        Fault.CHANGING; otherwise "".
     """
     if not isinstance(split, Streamed):
         return None, ""
@@ -201,8 +200,7 @@ class _ReadBy:
 def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
     """Read samples one by one, in the order of `indices`, and return a digest of each.
 
-    The random generators are set before each sample, as in a training. A sample gets the same random numbers whatever
-    the order of `indices`.
+    The random generators are seeded before each sample, as in a training: alike for any order of `indices`.
 
     Args:
         dataset: the Dataset.
@@ -223,11 +221,10 @@ def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
 def _read_in_turns(ends: tuple[socket.socket, ...], dataset: Any, indices: np.ndarray) -> np.ndarray:
     """Read samples in one of two loader workers that take turns, and return digests of the samples.
 
-    If a Dataset's open file is shared by both workers, so is its offset, and reading by turns makes wrong reads certain
-    instead of rare. After each call of a function in C, such as seek or read, this worker waits until the other worker
-    has made one. The turns end after MOST_TURNS calls, when the other worker has finished, or if it does not answer for
-    TURN_SECONDS; reading then goes on alone. Call this in a loader worker: it takes the place of a profiler set by
-    sys.setprofile.
+    After each call of a function in C, such as seek or read, this worker waits until the other worker has made one. So
+    a file offset that both workers share leads to wrong reads for certain, not rarely. The turns end after MOST_TURNS
+    calls, when the other worker has finished, or if it does not answer for TURN_SECONDS; then this worker reads on
+    alone. This function replaces a profiler that sys.setprofile has set.
 
     Args:
         ends: the two ends of a socket, one for each worker.
@@ -268,8 +265,7 @@ def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.
 
     The readings differ if a sample differs. They also differ if random generators, the global ones or those in the
     Dataset's attributes, are in another state after the second reading than after the first: a random flip, for
-    example, may leave these few samples as they are. A generator that is seeded anew for each sample is in the same
-    state both times.
+    example, may leave these few samples as they are.
 
     Args:
         is_padded: whether samples of different lengths are padded.
@@ -282,8 +278,8 @@ def _read_twice(is_padded: bool, dataset: Any, indices: np.ndarray) -> tuple[np.
         - (1,) bool: whether the readings differ.
         - (k,) uint8: a text in UTF-8, the code that would seed the first generator in the Dataset's attributes that has
         changed, such as self.rng.manual_seed(...); empty if none has.
-        - (n,) int64: a digest of each sample, which is read a third time, as in a training, in the order of increasing
-        indices.
+        - (n,) int64: a digest of each sample, in the order of increasing indices, from a third reading, as in a
+        training.
     """
     readings, held = [], []
     for _ in range(2):

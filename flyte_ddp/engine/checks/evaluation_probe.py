@@ -18,7 +18,7 @@ from flyte_ddp.fields import plain
 
 
 def try_evaluation(evaluation: Trials, split: Split, is_mixed: bool) -> None:
-    """Raise InputError for what would fail, or depend on how samples are divided, in an evaluation or at the end.
+    """Raise InputError if an evaluation or the training's end would fail, or depend on how samples are divided.
 
     Args:
         evaluation: the trials of the evaluation. Call this right after the trial of all samples.
@@ -95,9 +95,8 @@ def _shape(value: Any) -> str:
 def _refuse_uneven_rows(evaluation: Trials, split: Split, is_mixed: bool) -> None:
     """Raise InputError if the shape of a row of predictions() depends on how far samples are padded.
 
-    The longest sample of a batch decides how far the batch is padded. Two batches are tried: the longest sample of the
-    batch that is padded least, and that of the batch that is padded most, each repeated to fill a batch. Nothing is
-    tried if the recipe has no lengths or no predictions.
+    The longest sample of a batch decides how far the batch is padded. The shortest and the longest of these samples are
+    tried, each repeated to fill a batch. Nothing is tried if the recipe has no lengths or no predictions.
     """
     recipe = evaluation.recipe
     lengths = get_lengths(split)

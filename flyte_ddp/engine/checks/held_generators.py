@@ -22,16 +22,16 @@ MOST_ITEMS = 50  # the items of a container to look at: a list of a million path
 
 
 def find_held_generators(dataset: Any) -> dict[str, bytes]:
-    """Find the random generators of NumPy, Python and torch in an object's attributes, and in the attributes of these.
+    """Find the random generators of NumPy, Python and torch that a Dataset holds in its attributes, at any depth.
 
     Args:
-        dataset: the object. At most MOST objects are searched, itself included, the nearest first; of each dict, list
-            and tuple, the first MOST_ITEMS items.
+        dataset: the Dataset. At most MOST objects are searched, the nearest first; of each dict, list and tuple, the
+            first MOST_ITEMS items.
 
     Returns:
-        The state of each generator as bytes, by the code that seeds it, such as self.rng.manual_seed(...). The nearest
-        generators come first. All generators inside an object that has a method to seed it, such as
-        self.transform.set_random_seed(...), are one entry with that call.
+        The state of each generator as bytes, by the code that seeds the generator, such as self.rng.manual_seed(...).
+        The nearest generators come first. If an object seeds all generators inside it by a method, they are one entry
+        with a call of the method, such as self.transform.set_random_seed(...).
     """
     states: dict[str, bytes] = {}
     ahead = deque([("self", dataset, "")])

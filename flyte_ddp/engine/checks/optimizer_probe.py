@@ -157,10 +157,10 @@ def numbers_outside_state(optimizer: Optimizer) -> dict[str, list[Any]]:
     """Return the numbers in an optimizer's own attributes, which its state_dict may lack.
 
     The attributes state, param_groups and defaults are skipped, and so are private ones. Numbers in dicts, lists and
-    tuples count, those in other objects don't. A bool is not a number here.
+    tuples count, those in other objects don't. A bool does not count as a number.
 
     Returns:
-        A list for each attribute with numbers, by the attribute's name: its numbers, and a digest in place of each
+        A dict from the name of each attribute with numbers to a list of these numbers, with a digest in place of each
         tensor.
     """
     found = {}
@@ -206,8 +206,8 @@ def _some_rates(recipe: Recipe, steps: int) -> list[float]:
 def _refuse_scaled_rates(recipe: Recipe, model: nn.Module, steps: int) -> None:
     """Raise InputError if optimizer() or lr_lambda() depends on the rank or the number of ranks.
 
-    The two methods are called as on a single rank and as on rank 1 of 2, after the global random generators are seeded
-    alike. The hyperparameters of the optimizer's groups and some of the schedule's factors must be equal.
+    Both methods are called as on a single rank, and again as on rank 1 of 2, with the same seeds. The hyperparameters
+    of the optimizer's groups and some of the schedule's factors must be equal.
     """
     results = []
     for rank, world_size in ((0, 1), (1, 2)):
@@ -233,10 +233,10 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _as_rank(rank: int, size: int) -> Iterator[None]:
-    """Make this process look like another rank of `size` ranks to the code in the block, and undo that afterwards.
+    """Make the code in the block see another rank and world size; a context manager.
 
-    torch.distributed tells the new rank and world size. So do the variables RANK and WORLD_SIZE, if they were set
-    before; LOCAL_RANK stays. Collectives still go through the real group.
+    torch.distributed tells these. So do the variables RANK and WORLD_SIZE, if they were set before; LOCAL_RANK stays.
+    Collectives still go through the real group.
     """
     groups: Any = distributed.group  # the type checker would insist on a group's own class
     group = groups.WORLD

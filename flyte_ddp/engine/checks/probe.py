@@ -68,7 +68,7 @@ class Probed:
 def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int, constant_loss: float) -> Probed:
     """Compute a few samples of a recipe in training and in evaluation, to find its faults early; a collective.
 
-    The network keeps its weights and buffers. Only a sharded network is changed by the trials, and the caller has to
+    The network keeps its weights and buffers, unless it is sharded: then the trials change it, and the caller has to
     restore it.
 
     Args:
@@ -134,9 +134,9 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
 def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
     """Choose the samples for a trial training step or a trial evaluation, and return their indices, (samples,) int64.
 
-    The number of samples is at most SAMPLES for training, or TEST_SAMPLES for evaluation. The number is also at most
-    what a rank computes at once, because more might not fit into memory, but at least two if the split has two. The
-    first half of the indices is spread over the whole split, and so is the second half.
+    There are at most SAMPLES for training, or TEST_SAMPLES for evaluation. There are also no more than a rank computes
+    at once, because more might not fit into memory, but two at least if the split has two. The first half of the
+    indices is spread over the whole split, and so is the second half.
     """
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size
@@ -148,7 +148,7 @@ def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
 
 
 def _refuse_gathering(trials: Trials) -> None:
-    """Raise InputError if the recipe called all_gather() in one of these trials, and its settings do not allow it.
+    """Raise InputError if the recipe called all_gather() in the trial of all samples, and may not do so.
 
     With virtual ranks, only measure() may call all_gather(). With sharding, no method may. With micro_batch, which
     computes a rank's share in pieces, no method may call it in training.
@@ -172,10 +172,12 @@ def _refuse_gathering(trials: Trials) -> None:
 def _refuse_lost_buffers(training: Trials) -> None:
     """Raise InputError if a resume would lose a buffer of the network, or if the state_dict has anything but tensors.
 
-    Two kinds of buffers are refused. The first has persistent=False, and a step has changed its values. The second is
-    in the state_dict, and a step has created it, or changed its shape or dtype.
+    Two kinds of buffers are refused:
 
-    A buffer with persistent=False that a step creates or reshapes is accepted: it is a cache, which is made again.
+    - a buffer with persistent=False whose values a step has changed. One that a step creates or reshapes is accepted:
+      it is a cache, which is made again;
+    - a buffer in the state_dict that a step has created, or whose shape or dtype it has changed.
+
     Buffers that a step removes are not noticed, and neither are tensors in plain attributes.
     """
     recipe, network = training.recipe, training.network
@@ -223,8 +225,8 @@ def _refuse_changed_weights(training: Trials) -> None:
 def _refuse_missing_gradients(training: Trials) -> None:
     """Raise InputError if the measure that is minimised, usually the loss, has no usable gradient.
 
-    Refused are values of the measure without a gradient, sample weights in the measure that require a gradient, and a
-    sparse gradient of a parameter. Nothing is computed: the function looks at what the trial of a step has left.
+    Refused are values that require no gradient, sample weights that require one, and a sparse gradient of a parameter.
+    Nothing is computed: the function looks at what the trial of a step has left.
     """
     recipe = training.recipe
     name, values, weights = training.whole.trained
@@ -298,8 +300,8 @@ def _refuse_unreached(training: Trials, split: Split) -> None:
 def _has_unused(training: Trials) -> bool:
     """Return whether a step on a single sample leaves a trained weight without a gradient.
 
-    Call it right after training(0, 1), the trial of one sample with seed 0: its gradients are looked at first. If the
-    trial of all samples has drawn random numbers, up to SEEDS seeds are tried until a weight has no gradient.
+    Call it right after training(0, 1), the trial of one sample with seed 0, whose gradients are looked at first. If the
+    trial of all samples has drawn random numbers, other seeds are tried, until a weight has no gradient: SEEDS in all.
     """
     for seed in range(1, SEEDS if training.whole.has_drawn else 1):
         if training.network.unreached():
@@ -349,7 +351,7 @@ def _find_moving(training: Trials) -> frozenset[str]:
     """Return the names of the frozen weights that a forward pass changes, such as those of a teacher.
 
     A teacher follows the trained weights and starts as their copy, so a first pass may leave it as it is. This function
-    therefore changes the trained weights and computes a forward pass. The set is empty without frozen weights, and
+    therefore runs a trial in which the trained weights have other values. The set is empty without frozen weights, and
     always under sharding.
     """
     weights = training.network.model.named_parameters(remove_duplicate=False)
@@ -363,8 +365,8 @@ def _find_moving(training: Trials) -> frozenset[str]:
 def _find_alike(training: Trials) -> list[str]:
     """Return a warning for each transform of torchvision that changes all samples of a batch by the same numbers.
 
-    Half of the samples are computed in another trial. A transform is reported if it draws random numbers as often there
-    as in the trial of all samples. With fewer than 4 samples the list is empty.
+    A trial of half of the samples is run. A transform is reported if it draws random numbers as often for half of the
+    samples as for all. With fewer than 4 samples the list is empty.
     """
     whole = training.whole
     if not whole.transforms or training.size < 4:

@@ -66,7 +66,7 @@ class Network:
 
     @torch.no_grad()
     def start_afresh(self, is_training: bool, is_moved: bool) -> None:
-        """Restore the original weights and buffers, remove the gradients, and set the mode; called before each trial.
+        """Restore the original weights and buffers, remove the gradients, and set the mode, before a trial.
 
         A sharded network's weights are not restored, and neither are buffers whose shape has changed.
 
@@ -87,8 +87,8 @@ class Network:
     def weights_unlike_original(self) -> list[str]:
         """Return the names of the weights that differ from the original network's after the last trial.
 
-        A tied weight is listed under each of its names. After a trial with is_moved, which changes all trained weights
-        beforehand, all of them are listed. For a sharded network the list is empty.
+        A tied weight is listed under each of its names. After a trial with is_moved, all trained weights are listed,
+        because the trial gives them other values. For a sharded network the list is empty.
         """
         before = dict(self._original.named_parameters(remove_duplicate=False))
         now = {} if self.is_sharded else dict(self.model.named_parameters(remove_duplicate=False))
@@ -300,12 +300,12 @@ def naming_wrong_dtype(recipe: Recipe, batch: Tree) -> Iterator[None]:
 def as_input_error(what: str, remedy: str) -> Iterator[None]:
     """Replace any Exception in the block by an InputError "{what} ({type and first line of the error}): {remedy}".
 
-    Use this as a context manager. An InputError of the block is replaced, too. An error that says that memory was too
-    short is passed on unchanged.
+    Use this as a context manager. An InputError of the block is replaced, too. An error about too little memory is
+    passed on unchanged.
 
     Args:
-        what: says what has failed.
-        remedy: says what the user can do.
+        what: what has failed, for the message.
+        remedy: what the user can do, for the message.
     """
     try:
         yield
@@ -365,10 +365,15 @@ def _calling_transform() -> list[tuple[str, str]]:
 
 
 def _really_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call of an operation that may draw random numbers does draw some.
+    """Return whether a call of one of torch's random operations really draws random numbers.
 
     With a dropout of 0 or in evaluation mode it draws none, as the call's arguments tell. Attention and recurrent
     layers call such operations even then.
+
+    Args:
+        func: the operation.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
     """
     arguments = name_arguments(func, args, kwargs)
     probability = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1.0)
@@ -419,8 +424,8 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 def _measure_size(numbers: Tensor) -> float:
     """Return the lower quartile of the absolute values of the numbers; 0 if there are none.
 
-    Numbers that are 0, infinite or NaN are left out, because they may stand for a mask. Of a large tensor, only every
-    n-th number is looked at.
+    Numbers that are 0, infinite or NaN are left out, because they may stand for a mask. Of a large tensor, only a part
+    of the numbers is looked at.
     """
     sizes = numbers.detach().abs().flatten()
     sizes = sizes[:: max(1, len(sizes) // SIZES)].double()
