@@ -57,9 +57,9 @@ class BestTracker:
     def after_evaluation(self, number: int, measures: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
         """Copy the weights to the host if this evaluation is the best so far, and update the count for patience.
 
-        Any better value makes an evaluation the best. The count `waited` grows by 1 with each evaluation. The count
-        goes back to 0 if the value is better, by more than minimum_delta, than the value at which the count last went
-        back. An evaluation whose measure is missing or not finite is never the best.
+        Any better value makes an evaluation the best. The count for patience, `waited`, grows by 1. The first finite
+        value sets the count to 0, and so does a value that beats, by more than minimum_delta, the last one that did. An
+        evaluation whose measure is missing or not finite is never the best.
 
         Args:
             number: the number of the evaluation, from 0.

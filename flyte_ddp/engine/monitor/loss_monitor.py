@@ -51,11 +51,10 @@ class LossMonitor:
     def after_steps(self, epoch: int, step: int, loss: float, samples: int) -> list[NotLearning]:
         """Record the mean training loss of the latest steps, and return a warning if the loss has leapt.
 
-        Steps are collected into windows of at least WINDOW samples, and the mean loss of each window is compared with
-        the lowest mean of the windows before it. The loss has leapt if it is higher by more than LEAP times
-        the absolute value of constant_loss or, if constant_loss is 0 (unknown), of the first window's mean.
-        After a leap, only windows from that one on are compared, so that a leap is reported once. The warning is also
-        added to `warnings`; the caller emits it.
+        Steps are collected into windows of at least WINDOW samples. The loss has leapt if a window's mean is above the
+        lowest mean so far by more than LEAP times a unit. The unit is the absolute value of constant_loss or, if that
+        is 0 (unknown), of the first window's mean. After a leap, the lowest mean begins anew with the window's, so a
+        leap is reported once. The warning is also added to `warnings`; the caller emits it.
 
         Args:
             epoch: the epoch, from 0.
@@ -88,9 +87,9 @@ class LossMonitor:
     def after_evaluation(self, finished: EpochFinished, step: int, guessing_loss: float = 0.0) -> list[NotLearning]:
         """Record whether an evaluation's loss is no better than guessing, and return a warning if it newly is.
 
-        The loss of guessing is constant_loss, that of one prediction for all samples. A loss is no better if it is
-        higher, or lower by at most 1 - GUESSING of the absolute value. Nothing is recorded in the first epochs, which
-        may be that bad.
+        The loss of guessing is constant_loss, that of one prediction for all samples. An evaluation's loss is no better
+        if it is higher, or lower by at most 1 - GUESSING of the guessing loss's absolute value. Nothing is recorded in
+        the first epochs, which may be that bad.
 
         Args:
             finished: the evaluation, with a loss.
@@ -99,8 +98,7 @@ class LossMonitor:
                 unknown (0). If both are 0, nothing counts as guessing.
 
         Returns:
-            The warning in a list. An empty list if the loss is better, or if the evaluation before was no better,
-            either.
+            The warning in a list; an empty list if the loss is better, or if the last evaluation's was no better, too.
         """
         if finished.position < min(EARLY * self.epochs, MOST_EARLY):
             return []
@@ -117,10 +115,10 @@ class LossMonitor:
         return self.record(finished.epoch, step, [reason])
 
     def warn_of_not_finite(self, names: Iterable[str], split: str, position: float, step: int) -> list[NotLearning]:
-        """Record and return a warning of each measure that is not finite on a split, once for measure and split.
+        """Record and return a warning of each measure that is not finite on a split, once for each measure and split.
 
         Args:
-            names: the measures that are NaN or infinite there, without the loss.
+            names: the measures that are NaN or infinite on the split, without the loss.
             split: the name of the split.
             position: the number of epochs that have been trained, with fractions.
             step: the number of the epoch's steps so far.

@@ -24,9 +24,8 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
 
     Use this as a context manager. Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard
     with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators. If the block has fewer than
-    10 steps, the results are of what was recorded by its end. With fewer than 5 steps there is no operators.json. An
-    OSError while the folder is created or the results are written is printed and ends nothing; torch itself writes the
-    traces, and may leave half of one on a full disk.
+    10 steps, the results are of what was recorded by its end. With fewer than 5 steps there is no operators.json. If
+    the results cannot be written, that is printed, and no error is raised. A full disk may leave half a trace.
 
     Args:
         folder: the folder, which is created. With "" nothing is profiled.

@@ -81,10 +81,9 @@ class StepClock:
             yield shares
 
     def read_all(self) -> np.ndarray:
-        """Return all ranks' times since the last call, and set the clock to zero; a collective.
+        """Return all ranks' times since the last call of read_all or timed, and set the clock to zero; a collective.
 
-        The times begin at the last call of read_all or timed. The trainer calls it for a log line, after the host has
-        waited for the device.
+        Call it after the host has waited for the device; else the times of the latest steps are missing.
 
         Returns:
             (ranks, 4) float64, the same on all ranks: seconds of waiting for data (DATA), of computing (COMPUTING) and

@@ -89,8 +89,8 @@ class Stragglers:
     def _judge(self, epoch: int, step: int) -> list[SlowRank]:
         """Return a warning for each rank that was late in all of the last IN_A_ROW windows.
 
-        The list is empty if there were fewer windows so far. A warning names the cause: reading data or computing,
-        whichever takes the rank longer than a fast rank by more. The warning also gives both ranks' time for it in each
+        The list is empty if there were fewer windows so far. A warning names the cause, reading data or computing: the
+        one in which the rank exceeds a fast rank by more time. It also gives both ranks' times for that cause in each
         step.
         """
         if len(self._last) < IN_A_ROW:
@@ -122,8 +122,8 @@ class Stragglers:
 def find_late(times: np.ndarray, steps: int) -> np.ndarray:
     """Return which ranks were late in these steps: (ranks,) bool.
 
-    What counts is a rank's seconds of waiting for data and of computing together. A fast rank's seconds are the lower
-    quartile of all ranks'. A rank is late if its seconds are above FACTOR times a fast rank's, and at least
+    A rank's seconds are those of waiting for data and of computing together. A fast rank's seconds are the lower
+    quartile over all ranks. A rank is late if its seconds are above FACTOR times a fast rank's, and at least
     LEAST_STEP_SECONDS longer for each step. For a rank with more samples than a fast rank, the fast rank's seconds are
     first scaled up in proportion.
 

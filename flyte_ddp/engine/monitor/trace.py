@@ -56,13 +56,13 @@ class Trace:
             self._file.unlink(missing_ok=True)
 
     def begin(self, networks: Mapping[str, nn.Module], epoch: int, step: int, steps_per_epoch: int) -> None:
-        """Begin a step. If the step is one that is traced, rank 0 digests the weights and buffers.
+        """Begin a step. If the step is traced, rank 0 digests the weights and buffers.
 
-        Traced are the steps whose number in the whole training is a multiple of this Trace's `every`. In other steps,
-        nothing is recorded.
+        A step is traced if its number in the whole training is a multiple of `every`, an argument of Trace. In other
+        steps, nothing is recorded.
 
         Args:
-            networks: the networks, by the prefix of their names in the trace.
+            networks: the networks, by the prefix that their layers and weights have in the trace.
             epoch: the number of the epoch, from 0.
             step: the number of the step in the epoch, from 0.
             steps_per_epoch: the number of steps of an epoch.
@@ -92,7 +92,7 @@ class Trace:
     def begin_part(self, part: int, batch: Any, call: int = 0) -> None:
         """Record the digest of a part of the batch, and from now on that of each module's output, until end_part().
 
-        In a step that is not traced nothing happens. If the part before has not ended, it ends now. If the same part
+        In a step that is not traced nothing happens. If the previous part has not ended, it ends now. If the same part
         and call are begun again, as for the next micro-batch, the new digests are appended.
 
         Args:
@@ -123,10 +123,10 @@ class Trace:
             self._part.append((name, self._digest(output)))
 
     def record_gradients(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Record the digest of each weight's gradient, which all ranks have added up, on rank 0.
+        """Record on rank 0 the digest of each weight's gradient, once the ranks have added up their gradients.
 
-        In a step that is not traced nothing happens. A second call in a step, as for a second optimizer step, combines
-        the new digest of a gradient with the one before.
+        In a step that is not traced, and on other ranks, nothing happens. A second call in a step, as for a second
+        optimizer step, combines a gradient's new digest with its earlier one.
 
         Args:
             weights: the weights whose gradients are digested; None for all weights of the networks. Weights without a
