@@ -71,14 +71,16 @@ def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
     """Download a file or folder once per host, and return the path of the download, which all its processes share.
 
     The first process to call it downloads, while the others wait. The download goes to the folder for temporary files,
-    under a hash of the URL. It is not repeated, even if the original changes.
+    under a hash of the URL. It is not repeated, even if the original changes. A path of this host is returned as it is.
 
     Args:
-        url: the URL of the original.
+        url: the URL of the original, or its path on this host.
         name: the name that the file gets; empty for a folder.
         download: download(path) downloads the original, to a new file or into an empty folder. Its errors are raised,
             and the next call tries again.
     """
+    if os.path.exists(url):
+        return Path(url)
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():

@@ -46,8 +46,8 @@ def downloaded_once(file_or_folder: FlyteFile | FlyteDirectory | None) -> Path |
     """Download a file or folder once per host, and return the path of the download, which all ranks of the host share.
 
     The first process to call it downloads, while the others wait. The download goes to the folder for temporary files,
-    under a hash of the URL. It is not repeated, even if the original changes. Errors of the download are raised, and
-    the next call tries again. None is returned for None.
+    under a hash of the URL. It is not repeated, even if the original changes. A path of this host is returned as it is,
+    and None for None. Errors of the download are raised, and the next call tries again.
     """
     if file_or_folder is None:
         return None

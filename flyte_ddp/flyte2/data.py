@@ -36,7 +36,8 @@ def downloaded_once(file_or_folder: File | Dir | None) -> Path | None:
     """Download a file or folder once per host, and return the path of the download, which all ranks of the host share.
 
     The first process to call it downloads, while the others wait. The download goes to the folder for temporary files,
-    under a hash of the URL. It is not repeated, even if the original changes. None is returned for None.
+    under a hash of the URL. It is not repeated, even if the original changes. A path of this host is returned as it is,
+    and None for None.
 
     Raises:
         DownloadError: the download has failed, which is worth another attempt.

@@ -18,7 +18,15 @@ from flyte_ddp.attempt.platform_training import IMAGE_CLASSIFIER
 from flyte_ddp.data.blocks.block_folder import write_blocks
 from flyte_ddp.data.sources.image_settings import ImageSettings
 from flyte_ddp.errors import DownloadError, InputError
-from flyte_ddp.flyte1.data import fetch, file_by_content, folder_by_content, list_files, new_folder, weights_by_content
+from flyte_ddp.flyte1.data import (
+    downloaded_once,
+    fetch,
+    file_by_content,
+    folder_by_content,
+    list_files,
+    new_folder,
+    weights_by_content,
+)
 from flyte_ddp.flyte1.index_images import find_images
 from flyte_ddp.flyte1.inputs import classifier_metadata
 from flyte_ddp.model_files.model_metadata import ModelMetadata, add_metadata
@@ -201,6 +209,13 @@ def test_a_download_that_fails_or_was_killed_leaves_nothing(monkeypatch, tmp_pat
     assert download_once("s3://bucket/x.bin", "x.bin", download).read_text() == "all of it"
     assert download_once("s3://bucket/x.bin", "x.bin", fail).read_text() == "all of it", "it is there"
     assert {file.name for file in tmp_path.iterdir()} == {lock.name, lock.stem}
+
+
+def test_a_file_of_this_host_is_used_where_it_is(tmp_path):
+    """A copy would keep what the file had when it was first used."""
+    file = tmp_path / "x.bin"
+    file.write_text("as it is now")
+    assert downloaded_once(FlyteFile(str(file))) == file
 
 
 @pytest.mark.parametrize(
