@@ -30,6 +30,7 @@ def one_rank(whole):
     return whole(1, recipe=BY_PARTS + "train", **EXACT)
 
 
+@pytest.mark.kernels
 def test_it_has_equal_bytes_on_any_number_of_ranks(own, one_rank):
     """With dropout, batch norm, clipping, a schedule, an average, and what Python and NumPy draw in a step."""
     trained = own(3)

@@ -18,6 +18,7 @@ from flyte_ddp.recipes.models import build_model, load_model
 from tests.small_training import identical, relative_difference
 
 
+@pytest.mark.kernels
 def test_one_two_and_three_ranks_give_the_same_weights(train):
     # Six steps: after some more, rounding has moved a value over a kink, and is amplified
     one, two, three = (train(nproc, name=f"{nproc}", train_fraction=94 / 318) for nproc in (1, 2, 3))
@@ -48,6 +49,7 @@ def test_a_last_batch_with_fewer_images_than_ranks(train):
     assert relative_difference(one, three) < 1e-5
 
 
+@pytest.mark.kernels
 def test_augmentation_and_averaged_weights_do_not_depend_on_the_ranks_either(train):
     settings = {"shift_pixels": 2, "flip": True, "train_fraction": 0.5, "label_smoothing": 0.1, "ema_decay": 0.9}
     one, two, plain = train(1, name="1", **settings), train(2, name="2", **settings), train(1, name="plain")
@@ -69,6 +71,7 @@ def test_every_model_takes_every_shape(model):
         assert all(torch.equal(weight, weights[name]) for name, weight in network.state_dict().items())
 
 
+@pytest.mark.kernels
 def test_the_tutorials_recipe(train):
     recipe = {"schedule": "constant", "learning_rate": 0.01, "sgd_momentum": 0.5, "nesterov": False}
     trained = train(weight_decay=0.0, epochs=2, **recipe)
@@ -77,6 +80,7 @@ def test_the_tutorials_recipe(train):
     assert trained.result.epochs[1].train["loss"] < trained.result.epochs[0].train["loss"]
 
 
+@pytest.mark.kernels
 def test_the_model_file_gives_exactly_the_reported_accuracy(train, small_data, tmp_path):
     trained = train(epochs=4)
     model = load_model(tmp_path / "training" / "model.pt")
@@ -135,6 +139,7 @@ def test_a_bad_step_is_found_before_a_checkpoint_has_what_came_after_it(train, t
     assert read_checkpoint(tmp_path / "training" / "checkpoint", {})["state"]["progress"]["step"] < 8
 
 
+@pytest.mark.kernels
 def test_a_training_that_diverges_says_so_and_ends_all_the_same(train):
     trained = train(learning_rate=0.5, clip_norm=0.0, epochs=2)
     warnings = [event for event in trained.events if isinstance(event, NotLearning)]
@@ -145,6 +150,7 @@ def test_a_training_that_diverges_says_so_and_ends_all_the_same(train):
     assert train(learning_rate=0.5, clip_norm=0.0, epochs=2).result.warnings == warnings  # resumed
 
 
+@pytest.mark.kernels
 def test_a_sound_training_has_no_warnings(train):
     assert train(epochs=3).result.warnings == []
 

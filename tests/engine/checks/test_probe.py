@@ -159,6 +159,7 @@ def test_what_virtual_ranks_cannot_repeat_is_refused(alone, tmp_path, name):
     assert_refused(name, BY_VIRTUAL_RANKS[name], tmp_path, virtual_ranks=2)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", SOUND)
 def test_what_is_sound_is_trained_without_a_word(alone, tmp_path, name):
     assert not [one for one in run(name, tmp_path).warnings if "guessing" not in one]
@@ -185,6 +186,7 @@ def test_what_depends_on_the_number_of_ranks_is_trained_on_two(tmp_path):
         assert np.isfinite(result.tested["loss"]), name
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("names", [BY_RANK[:3], pytest.param(BY_RANK[3:], marks=pytest.mark.slow)])
 def test_by_virtual_ranks_it_has_the_same_bits_on_any_number_of_ranks(tmp_path, names):
     """The last batch of twelve samples has two, for four parts."""

@@ -76,6 +76,7 @@ def test_weights_that_borrowed_samples_alone_use_are_unused(train):
     assert identical(*(train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2)))
 
 
+@pytest.mark.kernels
 def test_equal_bytes_on_one_two_three_and_five_ranks(train):
     one, *others = (train(nproc, name=f"{nproc}", virtual_ranks=5) for nproc in (1, 2, 3, 5))
     for other in others:
@@ -88,12 +89,14 @@ def test_equal_bytes_with_what_a_network_may_have(train, settings):
     assert identical(*(train(nproc, name=f"{nproc}", virtual_ranks=5, **settings) for nproc in (1, 3)))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("recipe", ["Spiking", "Weighted"])
 def test_equal_bytes_where_numbers_do_not_fit_or_weights_differ(train, recipe):
     name = f"tests.engine.virtual_ranks.test_same_bits:{recipe}"
     assert identical(*(train(nproc, name=f"{nproc}", virtual_ranks=4, recipe=name) for nproc in (1, 3)))
 
 
+@pytest.mark.kernels
 def test_as_close_as_rounding_to_a_training_without(train):
     few = {"train_fraction": 64 / 318}
     plain, exact = train(2, name="plain", **few), train(2, name="exact", virtual_ranks=4, **few)
@@ -116,6 +119,7 @@ class Raw(Sound):
         return super().measure(outputs, batch / self.sizes)
 
 
+@pytest.mark.kernels
 def test_statistics_are_as_close_beside_those_of_far_larger_features(alone, tmp_path):
     found = []
     for virtual_ranks in (0, 1):
@@ -169,6 +173,7 @@ def test_the_average_too_begins_with_rank_0s_weights(train):
     assert identical(*(train(nproc, name=f"{nproc}", **settings) for nproc in (1, 3)))
 
 
+@pytest.mark.kernels
 def test_a_run_that_was_cut_off_goes_on_with_other_numbers_of_ranks_to_the_same_bits(train, whole):
     chosen = {"validation_fraction": 0.1, "evaluations_per_epoch": 2, "patience": 3, "keep_best": 1}
     settings = {"epochs": 2, "log_interval": 1, "virtual_ranks": 4, **chosen, **BATCH_NORM}
@@ -234,6 +239,7 @@ def test_a_steps_threads_are_one_unless_they_are_set(train):
     assert all(torch.equal(weight, found[1].weights[name]) for name, weight in found[0].weights.items())
 
 
+@pytest.mark.kernels
 def test_equal_bytes_in_random_configurations(tmp_path):
     """How many, DDP_TEST_CONFIGURATIONS says: 240 take a quarter of an hour, for which -o faulthandler_timeout=3600."""
     count = int(os.environ.get("DDP_TEST_CONFIGURATIONS", 2))
