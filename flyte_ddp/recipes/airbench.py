@@ -26,9 +26,9 @@ class Airbench94(nn.Module):
         self.fc = nn.Linear(256, classes, bias=False)
 
     def whiten(self, images: Tensor) -> None:
-        """Set the first layer's weights to filters, and their negatives, that whiten patches of 2 by 2 pixels.
+        """Set the first layer's weights to filters that whiten patches of 2 by 2 pixels, and to the filters' negatives.
 
-        The filters' outputs on the patches of these images then have no correlation and variance 1.
+        On the patches of `images`, the outputs of the filters then have no correlation, and a variance of about 1.
 
         Args:
             images: (n, C, H, W), normalised training images.

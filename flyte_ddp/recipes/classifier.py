@@ -40,8 +40,7 @@ class Classifier(Recipe):
     def _check(self, outputs: Any, labels: Any) -> None:
         """Raise InputError for outputs that are no tensor (n, classes), or labels that are not (n,) int64 or uint8.
 
-        torch's own errors help less. Labels out of range are only looked for if share.alone is set, in a trial before
-        the training: the check makes the host wait for a GPU.
+        Without other ranks (self.share.alone), also raise InputError for a label below 0 or above the last class.
         """
         owner = type(self).__name__
         count = len(labels)
@@ -53,7 +52,7 @@ class Classifier(Recipe):
                 "return the number of each sample's class, as .long() gives it, or .argmax(1) of several columns, or "
                 "[:, 0] of one"
             )
-        if self.share.alone:
+        if self.share.alone:  # not in each step: this check makes the host wait for a GPU
             self._check_range(outputs, labels)
 
     def _check_logits(self, outputs: Any) -> None:

@@ -74,15 +74,14 @@ class ImageClassifier(Classifier):
         return images, batch[1]
 
     def mirrored(self, images: Tensor, random: Random) -> Tensor:
-        """Choose which images to mirror, and return a mask (n, 1, 1, 1) bool.
+        """Choose which images to mirror, and return a mask (n, 1, 1, 1) bool that is True for them.
 
-        Each image has a chance of 1/2. With alternate_flips it is mirrored in every other epoch instead: about half of
-        the images in even epochs, the others in odd ones. The sum of an image's pixels decides which, so pass the
-        images before any other augmentation.
+        Each image has a chance of 1/2. With settings.alternate_flips, each image is mirrored in every other epoch
+        instead: about half of the images in even epochs, the others in odd epochs.
 
         Args:
-            images: (n, C, H, W) uint8.
-            random: the step's random numbers, and its epoch.
+            images: (n, C, H, W) uint8, not augmented yet: with alternate_flips, their sums of pixels decide when.
+            random: the random numbers and the epoch of the step.
         """
         if not self.settings.alternate_flips:
             return random.integers(0, 2, 1, 1, 1).bool()
@@ -157,9 +156,9 @@ class LabelledFiles(torch.utils.data.Dataset[Any]):
         return len(self.labels)
 
     def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read and decode the images at these indices, and return (n, C, H, W) uint8, and their labels (n,) int64.
+        """Read the images at these indices, and return them as (n, C, H, W) uint8, with their labels (n,) int64.
 
-        Raises DataError, which names the file, if one cannot be decoded.
+        Raises DataError, which names the file, if a file is missing or cannot be decoded.
         """
         images = np.empty((len(indices), *self.files.shape), np.uint8)
         for image, index in zip(images, indices, strict=True):

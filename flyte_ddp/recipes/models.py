@@ -143,23 +143,23 @@ def load_model(
 ) -> nn.Module:
     """Load the trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-    Nothing in the file is executed. But the file names the recipe that trained the network. If this is a user's recipe
-    and `name` is None, its module and that of its settings are imported, which may be any modules that this process can
-    import. If you do not trust a file, look at read_metadata(path).recipe and .settings_class first.
+    Nothing in the file is executed. But if a user's recipe trained the network and `name` is None, the modules of the
+    recipe and of its settings are imported. The file names both, and may name any module that this process can import.
+    If you do not trust a file, look at read_metadata(path).recipe and .settings_class first.
 
     Args:
         path: the file.
-        name: a built-in network, a key of MODELS, to build without importing a recipe. By default it is the one in the
-            file's metadata, or MNIST's without metadata.
-        image_shape: (C, H, W) of a built-in network; by default that in the metadata, or MNIST's.
-        classes: the number of classes of a built-in network; by default that in the metadata, or ten.
-        data_path: the training's data, if the model() of a user's recipe needs them.
-        init_path: the training's init, if the model() of a user's recipe needs it.
+        name: a key of MODELS, to build that built-in network and import no recipe. The default is the network in the
+            file's metadata; without metadata, MNIST's.
+        image_shape: (C, H, W) of a built-in network. The default is in the metadata; without metadata, MNIST's.
+        classes: the number of classes of a built-in network. The default is in the metadata; without metadata, ten.
+        data_path: the data of the training, if the model() of a user's recipe needs them.
+        init_path: the folder given to the training as init, if the model() of a user's recipe needs it.
 
     Raises:
-        InputError: the file is missing, damaged or doesn't fit the network, or its recipe cannot be imported or lacks
-            its data or init. Or there is no built-in network of this name.
-        Exception: whatever the user's recipe raises, if data_path is given or the training had no data.
+        InputError: The file is missing or damaged, or does not fit the network. The recipe cannot be imported, or needs
+            data_path or init_path. `name` is no key of MODELS.
+        Exception: Whatever the user's recipe raises, if data_path is given or the training had no data.
     """
     check_is_file(path)
     metadata = read_metadata(path)
