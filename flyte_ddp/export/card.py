@@ -123,14 +123,15 @@ def inputs_section(written: Written) -> Section:
 
 
 def preprocessing_section(written: Written) -> Section:
-    """Return the card's section "Around the network": written.before, the source of the recipe's forward, with numbers.
+    """Return the card's section "Around the network": the numbered lines of written.before, the recipe's own forward.
 
-    Call it only if written.before is not empty. Indents become no-break spaces, which HTML keeps.
+    Call this function only if written.before is not empty.
     """
     source = enumerate(written.before.splitlines(), start=1)
     return Section(
         "Around the network",
         ["The files contain only the network. This is what the recipe does before and after it:"],
+        # HTML keeps no-break spaces as indents
         lines=[(str(number), line.replace("    ", 4 * "\N{NO-BREAK SPACE}")) for number, line in source],
     )
 
@@ -141,10 +142,10 @@ def loading_section(written: Written, formats: Sequence[str], needs_data: bool, 
     Args:
         written: the model.
         formats: the formats of the files, each one of "safetensors", "pt2", "pretrained" and "onnx".
-        needs_data: whether building the network may need the training's data. If so, the line for safetensors passes
+        needs_data: whether building the network may need the training's data. The line for safetensors then passes
             data_path.
-        needs_init: whether building the network needs the folder that the training started from. If so, that line
-            passes init_path.
+        needs_init: whether building the network needs the folder that the training was given as init. The line for
+            safetensors then passes init_path.
     """
     names = [spec.name for spec in written.inputs]
     needed = (", data_path=DATA" if needs_data else "") + (", init_path=INIT" if needs_init else "")

@@ -34,14 +34,14 @@ class Call(NamedTuple):
 def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Call:
     """Run the recipe's forward on a batch without gradients, and return the first call of the network in that forward.
 
-    Before, call model.eval(), and set recipe.share to this batch, as fetch_batch() does. The tensors of the returned
-    call are contiguous.
+    Before, call model.eval(), and set recipe.share for the batch, as fetch_batch() does. The tensors of the returned
+    Call are contiguous.
 
     Args:
         recipe: the recipe. Errors of its forward are raised as they are.
         model: the recipe's network.
         tree: the batch.
-        samples: the number of samples in the batch, which is only recorded.
+        samples: the number of samples in the batch, for the returned Call.
 
     Raises:
         InputError: The recipe's forward does not call the network.
@@ -65,13 +65,13 @@ def record_call(recipe: Recipe, model: nn.Module, tree: Any, samples: int) -> Ca
 def trace(model: nn.Module, few: Call, more: Call) -> torch.export.ExportedProgram:
     """Return torch.export's program of the network, traced from the call with more samples.
 
-    A dimension of an input that has the same size in both calls is fixed. One that has the number of samples in both
-    calls is "batch", a single dynamic dimension for all inputs. Any other that differs is dynamic by itself.
+    A dimension of an input is fixed if its sizes in both calls are the same. If the sizes are the calls' numbers of
+    samples, the dimension is "batch", which all inputs share. Any other dimension is dynamic by itself.
 
     Args:
         model: the network, in the mode that the program is to have.
         few: a call of the network with few samples.
-        more: a call with more samples, whose arguments are nested like those of `few`.
+        more: a call of the network with more samples, and with arguments nested like those of `few`.
 
     Raises:
         Exception: torch.export cannot trace the network. Its errors have many types.
@@ -135,15 +135,15 @@ def save_pretrained(path: Path, model: Any) -> None:
 def save_program(name: str, path: Path, model: nn.Module, program: torch.export.ExportedProgram, few: Call) -> None:
     """Save a traced network as a pt2 or an ONNX file.
 
-    If tqdm is installed, its lock is replaced for the rest of this process.
+    If tqdm is installed, the function replaces tqdm's lock for the rest of this process.
 
     Args:
         name: the format: "pt2" or "onnx".
-        path: the file. ONNX weights of more than MOST_ONNX_BYTES (1 GiB) go to a second file beside it.
+        path: the new file. ONNX weights of more than MOST_ONNX_BYTES (1 GiB) go to a second file beside it.
         model: the network that the program was traced from.
-        program: what trace() has returned.
-        few: a call of the network, for the names of inputs and outputs in an ONNX file, which are those that
-            describe_tensors() gives. pt2 does not use it.
+        program: the program that trace() has returned.
+        few: a call of the network, from which describe_tensors() gets the names of inputs and outputs for an ONNX
+            file. The format pt2 does not need this call.
 
     Raises:
         Exception: torch cannot convert the program, or the file cannot be written. Torch's errors have many types.
@@ -167,19 +167,21 @@ def save_program(name: str, path: Path, model: nn.Module, program: torch.export.
 def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
     """Open an exported file, and return a network that can be called like the recipe's own, for evaluation.
 
-    The network is in evaluation mode. For "pt2", it is in the mode in which it was traced, and refuses train() and
-    eval(). For "onnx", it runs on the CPU, and takes tensors on the CPU.
+    What is returned depends on the format:
+
+    - "safetensors": `model` itself, with the file's weights, in evaluation mode.
+    - "pretrained": a network in evaluation mode. If the folder has adapters, it contains the base network of `model`.
+    - "pt2": a network in the mode in which it was traced. It refuses train() and eval().
+    - "onnx": a network that runs on the CPU, on tensors on the CPU. Its first call also calls `model`, to learn how
+      outputs are nested.
 
     Args:
-        name: the format: "safetensors", "pretrained", "pt2" or "onnx".
+        name: the format.
         path: the file; for "pretrained", the folder.
-        model: an untrained network of the recipe, which the caller must not use afterwards. "safetensors" loads the
-            weights into it, and returns it. "pretrained" puts adapters into its base network, if the folder has
-            adapters. "onnx" calls it once, at the first call of the returned network, to learn how outputs are nested.
-            "pt2" does not use it.
+        model: an untrained network of the recipe, which the caller must not use afterwards.
 
     Raises:
-        Exception: the file cannot be opened, or does not fit `model`. Each library has errors of its own.
+        Exception: The file cannot be opened, or does not fit `model`. Each library has errors of its own.
     """
     if name == "safetensors":
         return load_weights(model, path).eval()
@@ -195,8 +197,8 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
 def _from_pretrained(path: Path, model: Any) -> nn.Module:
     """Load a folder that save_pretrained() has written, and return its network in evaluation mode.
 
-    If the folder has adapters of peft, they are put into the base network of `model`, which is changed. Otherwise the
-    class of `model` loads the folder by its from_pretrained(), and `model` stays as it is.
+    If the folder has adapters of peft, the function puts them into the base network of `model`, and so changes `model`.
+    Otherwise the class of `model` loads the folder by from_pretrained(), and `model` stays as it is.
 
     Args:
         path: the folder.
@@ -241,17 +243,17 @@ class OnnxNetwork(nn.Module):
 def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Return the name, shape and dtype of each input tensor and each output tensor of the network, in order.
 
-    An input is named like its parameter of the network's forward. An input that *args takes is named by its position
-    among all positional inputs, from 0: the second one is "input_1". A single output is "output". A tensor in a list or
-    dict also has its place in the name, as in "output_0". Values other than tensors are left out.
+    An input is named like its parameter of the network's forward. An input in *args is named by its position among all
+    positional inputs: "input_1" is the second one. A single output is "output". The name of a tensor in a list or dict
+    ends with its index or key, as in "output_0". Values other than tensors are left out.
 
-    A dimension has its size if both calls have the same, "batch" if its sizes are the numbers of samples, FEW (2) and
-    MORE (3), and "any" otherwise.
+    A dimension of a shape is its size if the size is the same in both calls, "batch" if the sizes are FEW (2) and MORE
+    (3), the numbers of samples, and "any" otherwise.
 
     Args:
         model: the network.
         few: a call with FEW samples.
-        more: a call with MORE samples. It may be the same as `few` if only the names matter.
+        more: a call with MORE samples; or `few` again, if only the names matter.
 
     Returns:
         The inputs, and the outputs.

@@ -32,13 +32,14 @@ from flyte_ddp.whole_files import writing_to
 def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Written:
     """Measure the job's weights on the test split, in float32 on the CPU, and write the network in each format.
 
-    A process of its own runs the function, by run_alone. The measures are not compared with any others here.
+    Run this function in a process of its own, by run_alone. The caller checks the measures: the function writes the
+    files whatever the measures are.
 
     Args:
         environment: the environment of this process.
-        link: is told after each batch and each file that the process is alive.
+        link: told after each batch and each file that the process is alive.
         asked: the job, the formats, and the folder for the files, which must exist. If a format fails, the files of the
-            formats before it stay there.
+            formats before it stay in the folder.
 
     Returns:
         The measures of the weights, and the facts that the model card needs.
@@ -106,16 +107,16 @@ def _write_formats(recipe: Recipe, test: Split, link: Link, asked: ExportJob) ->
 def measure_file(environment: Environment, link: Link, argument: tuple[Job, str, str]) -> Measured | str:
     """Measure an exported file on the test split, in float32 on the CPU.
 
-    A process of its own runs the function, by run_alone. First the file's network computes a batch of one sample, to
-    try whether it can.
+    Run this function in a process of its own, by run_alone.
 
     Args:
         environment: the environment of this process.
-        link: is told after each batch that the process is alive.
+        link: told after each batch that the process is alive.
         argument: the job, the file's format, and the file's path.
 
     Returns:
-        The measures, or a text that says why the file cannot be used.
+        The measures; or a text that says why the file cannot be opened, or why its network cannot compute the split, or
+        a batch of one sample.
 
     Raises:
         ReportedError: The data cannot be read.
@@ -138,10 +139,16 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
 
 
 def find_hits(recipe: Recipe, tree: Any, pairs: Pairs) -> tuple[Tensor, Tensor] | None:
-    """Return the labels (n,), whole numbers, and the hits (n,) of a classifier's batch.
+    """Return the labels and the hits of a classifier's batch; None if the recipe is no Classifier.
 
-    Returns None if the recipe is no classifier. A classifier with a measure() of its own may lack an accuracy, give it
-    weights, or have other labels: None is returned then, too.
+    Args:
+        recipe: the recipe.
+        tree: the batch.
+        pairs: the batch's values and weights, (n,) each, by the measure's name.
+
+    Returns:
+        The labels (n,), whole numbers from 0, and the hits (n,): 1 where the prediction is right, else 0. None if the
+        recipe's own measure() has no "accuracy", or weights for it, or if the recipe has other labels.
     """
     if not isinstance(recipe, Classifier) or "accuracy" not in pairs or not isinstance(tree, (tuple, list)):
         return None
@@ -174,10 +181,10 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor] | None
 
 
 def pick_samples(test: Split) -> tuple[Tensor, Tensor]:
-    """Choose FEW (2) and MORE (3) test samples, for two calls of the network that are compared; return their indices.
+    """Choose FEW (2) test samples for one call of the network, and MORE (3) for another; return their indices.
 
-    If the samples have lengths, the few are the shortest ones and the more are the longest ones. Otherwise all are
-    among the first three samples of the split. Indices are repeated if the split has fewer samples.
+    If the samples have lengths, the two are the shortest of the split, and the three are the longest. Otherwise all are
+    among the first three. Indices are repeated if the split has too few samples.
 
     Returns:
         (FEW,) and (MORE,) int64.

@@ -80,21 +80,20 @@ class ExportOutputs(NamedTuple):
 def check_export(model_state: PythonPickledFile | None, options: ClassifierExport) -> str:
     """Check the inputs of an export of a built-in classifier, and return the name of its dataset; a Flyte task.
 
-    Weights in a storage are downloaded. A local run also deletes a damaged copy of the dataset, and cache entries whose
-    files are gone. If neither the options nor metadata of the weights name a dataset, a local run also downloads and
-    prepares mnist.
+    The task downloads weights that are in a storage. In a local run, it also deletes the prepared dataset if that is
+    damaged, and entries of Flyte's cache whose files are gone.
 
     Args:
         model_state: the weights; None if the same workflow trains them.
         options: the options of the export.
 
     Returns:
-        options.dataset or, if that is "auto", the dataset in the weights' metadata. Without weights or metadata, "auto"
-        stands for "mnist" or, if a local run cannot download mnist, for "digits".
+        options.dataset, unless that is "auto". For "auto", the dataset in the weights' metadata. For "auto" without
+        weights or metadata, "mnist", which a local run also downloads and prepares; if that fails, "digits".
 
     Raises:
-        InputError: A format's library is missing, the weights' file does not exist in a local run, or the weights are
-            not those of a built-in classifier on a built-in dataset, or were trained on another dataset than
+        InputError: A format's library is missing. Or the weights' file does not exist in a local run. Or the weights
+            are not those of a built-in classifier on a built-in dataset, or were trained on another dataset than
             options.dataset.
     """
     check_formats(options)
@@ -111,8 +110,8 @@ def check_folder_export(
 ) -> ImageSettings:
     """Check the inputs of an export of an image folder's classifier, and return `images` unchanged; a Flyte task.
 
-    The image files are not read here. The size and channels in `images` are compared with those in the weights'
-    metadata. Without weights or metadata, nothing is compared.
+    The task reads no image. It compares the size and the channels in `images` with those in the weights' metadata.
+    Without weights or metadata, it compares nothing.
 
     Args:
         model_state: the weights; None if the same workflow trains them.
@@ -170,8 +169,8 @@ def export_folder_classifier(
     Raises:
         InputError: The weights do not fit the network, their loss is not finite, their measures are not those in
             options.reported or in their metadata, or a format does not support the network.
-        ReportedError: A file cannot be used, or gives other measures than the weights; or an image is not as it was
-            indexed. On a cluster, these errors are raised as the platform's.
+        ReportedError: A file cannot be used, or gives other measures than the weights. Or an image has changed since
+            it was indexed. On a cluster, the platform's error is raised in place of these errors.
     """
     hp = FolderHyperparameters(model=options.network)
     return _classifier(model_state, Path(attach(index, folder).download()), hp, options)
@@ -201,8 +200,8 @@ def export_recipe(
     """Export a recipe's trained network to a file in each of options.formats, and verify each file.
 
     Call this function within a task of your own. It downloads its inputs, prints each file's main measure, and shows
-    the model card as the task's Deck. If one format fails, there are no outputs. On a cluster, the errors below are
-    raised as the platform's.
+    the model card as the task's Deck. If one format fails, there are no outputs. On a cluster, the platform's error is
+    raised in place of the errors below.
 
     Args:
         training: the recipe's training.
@@ -210,11 +209,11 @@ def export_recipe(
         settings: the settings of the training, from which the recipe builds the network. The model card and the files'
             metadata show the settings in the weights' metadata instead, if the same recipe wrote the weights.
         data: the data of the training.
-        reported: the measures in the training's summary, which the weights must give again. If there are none,
-            options.reported takes their place. The weights' metadata add the measures that are missing, if the same
-            recipe wrote the weights.
+        reported: the measures in the training's summary, which the weights must give again. Without it,
+            options.reported counts. If the same recipe wrote the weights, their metadata add the measures that are
+            missing.
         options: how to export.
-        init: the init of the training, which the recipe builds its network from; None without one.
+        init: the folder that the training was given as init; None if there was none.
 
     Returns:
         A folder with the files and the model card, the figures, and the model card as a page.
@@ -222,8 +221,9 @@ def export_recipe(
     Raises:
         InputError: A format's library is missing, the weights' loss is not finite, their measures are not the reported
             ones, or a format does not support the network.
-        ReportedError: A file cannot be used, or gives other measures than the weights; this pod's code is not what was
-            registered; or a process that measures has failed, or was silent for options.timeout_seconds (RankError).
+        ReportedError: A file cannot be used, or gives other measures than the weights. Or this pod's code is not what
+            was registered. Or a process that measures has failed, or was silent for options.timeout_seconds
+            (RankError).
     """
     check_formats(options)
     subject = training.subject(settings, data if isinstance(data, StoredData) else downloaded(data), downloaded(init))
@@ -240,18 +240,18 @@ def _export_verified(
     known: ModelMetadata | None,
     options: ExportOptions,
 ) -> ExportOutputs:
-    """Export the weights to the folder `model` in the folder for this run's outputs, and verify each file.
+    """Export the weights to a folder `model` among this run's outputs, and verify each file.
 
-    The folder `model` appears whole or not at all. The page is also shown as the task's Deck. A local run prints the
-    paths of `model` and of the page at its end.
+    The folder `model` appears whole or not at all. The model card is also shown as the task's Deck. At its end, a local
+    run prints the paths of `model` and of the card.
 
     Args:
         subject: the recipe, with its data and options.
         weights: the file of weights.
-        settings: the training's settings, for the card and the files. The settings in `known` replace all of these if
-            the same recipe wrote the weights.
-        reported: the training's measures, with which those of the weights must agree. A measure that is not among these
-            is taken from `known` if the same recipe wrote the weights, and measured them on the test split.
+        settings: the training's settings, for the card and the files. If the same recipe wrote the weights, the
+            settings in `known` replace all of these.
+        reported: the training's measures, with which the weights' measures must agree. If the same recipe wrote the
+            weights, and measured them on the test split, `known` adds the measures that are missing.
         known: the weights' metadata; None if the file has none.
         options: how to export.
 

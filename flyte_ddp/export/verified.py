@@ -30,15 +30,12 @@ class Exported(NamedTuple):
 def export(asked: ExportJob) -> Exported:
     """Write a model in each format, and a model card, to a new folder, and verify the measures of each file.
 
-    First the weights are measured on the test split, in float32 on the CPU. If the training's measures are known, those
-    of the weights must agree with them. Then each file is opened in a process of its own, and its measures must agree
-    with those of the weights. Each file's main measure is printed. If something fails, the folder is left incomplete.
-    If MLFLOW_TRACKING_URI is set, the card is also added to the training's run in MLflow; a failure of that is only
-    printed.
+    The weights and each file are measured on the test split, in float32 on the CPU, each in a process of its own. The
+    weights' measures must agree with the training's, if those are known, and each file's with the weights'. Each file's
+    main measure is printed. If something fails, the folder stays, incomplete.
 
-    The losses of two runtimes in float32 differ by about 1e-6. The default tolerance for files is 1e-4, which also
-    allows for one borderline sample in 10,000. The default tolerance for the training's measures is 1e-3, because torch
-    may compute convolutions on a GPU in TF32.
+    If MLFLOW_TRACKING_URI is set, the card is also added to the training's run in MLflow. If that fails, a warning is
+    printed.
 
     Args:
         asked: the model, its job, the new folder, the options, and the measures of the training.
@@ -83,7 +80,7 @@ def export(asked: ExportJob) -> Exported:
 
 
 def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
-    """Check that an exported file gives the measures of the weights, print the result, and return the file's measures.
+    """Check that an exported file gives the measures of the weights; print its main measure, and return all of them.
 
     The file is opened and measured on the test split in a process of its own.
 
@@ -94,7 +91,7 @@ def _verified(name: str, asked: ExportJob, written: Written) -> Measured:
 
     Raises:
         ReportedError: The file cannot be used, or gives a measure that differs by more than options.tolerance.
-            RankError, which derives from this error, means that the process has failed.
+            RankError, which derives from this error, means that the process has failed or was silent for too long.
     """
     file = FILES[name]
     tolerance = asked.options.tolerance
