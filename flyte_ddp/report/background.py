@@ -73,15 +73,11 @@ class Background(Observer):
         self._close_seconds -= time.monotonic() - began
 
     def close(self) -> None:
-        """Wait until all queued events are handled and the observer is closed, at most close_seconds in all.
+        """Close the observer after it has handled all queued events, and wait for this, at most close_seconds.
 
-        If that takes longer, the observer is abandoned. One warning is printed if the observer's output is incomplete.
-        It says why: the observer was abandoned, could not be created, or has failed on an event or on closing; or the
-        queue was full. It also has the number of events that were lost. No error of the observer is raised. After an
-        interrupt, a second call continues to wait.
-
-        The observer is closed in a new daemon thread, which has normal priority, as training no longer needs the CPU,
-        and does not keep the process from ending.
+        After close_seconds, this method calls abandon. Both are the constructor's arguments. One warning is printed if
+        events were lost, or if the observer was abandoned, could not be created, or failed. No error of the observer is
+        raised. If Ctrl-C ends the wait, a second call continues it.
         """
         deadline = time.monotonic() + max(0.0, self._close_seconds)
         if not self._is_closing:
@@ -91,6 +87,7 @@ class Background(Observer):
         if self._done.is_set() and self._observer:
             observer = self._observer
             self._observer = None
+            # A new thread has normal priority, because training no longer needs the CPU
             self._done = self._start(self._try, observer.close)
             self._done.wait(max(0.0, deadline - time.monotonic()))
         if not self._done.is_set():
@@ -106,12 +103,11 @@ class Background(Observer):
             self._reason = ""
 
     def _start(self, work: Callable[..., object], *arguments: Any) -> threading.Event:
-        """Run a function in a new daemon thread, and return at once an event that is set when the function has ended.
+        """Start work(*arguments) in a new daemon thread, and return an event that is set when `work` has ended.
 
-        The thread gets a copy of this thread's context variables. An error of the function sets the event, too, and is
-        not raised here. The event is there because Thread.join() takes a thread for ended after an interrupt.
+        The thread gets a copy of this thread's context variables. If `work` raises an error, the event is set, too.
         """
-        done = threading.Event()
+        done = threading.Event()  # Thread.join() takes a thread for ended after an interrupt
 
         def run() -> None:
             try:
@@ -137,7 +133,7 @@ class Background(Observer):
             self._lost += not self._try(observer, event)
 
     def _try(self, work: Callable[..., Any], *arguments: Any) -> bool:
-        """Return whether work(*arguments) succeeds. The reason of the first failure is kept for close()'s warning."""
+        """Call work(*arguments), and return whether it raises no error. close() warns of the first error."""
         try:
             work(*arguments)
         except Exception as error:

@@ -214,13 +214,13 @@ class Console(Remarks):
     def _measured(
         self, split: str, measures: Mapping[str, float], decimals: int = 4, others: Iterable[str] = ()
     ) -> str:
-        """Format the headline, the loss and the measures `others`: "test accuracy 98.10%, test loss 0.0512".
+        """Format the run's headline, the loss and further measures: "test accuracy 98.10%, test loss 0.0512".
 
         Args:
             split: the word before each measure; "" for none.
-            measures: the values by name.
+            measures: the values by name. A measure without a value is left out.
             decimals: the decimals of a loss. A percentage has two less.
-            others: names of further measures. A name that `measures` lacks is left out.
+            others: the names of the further measures.
         """
         return ", ".join(
             f"{split} {in_words(name)} {format_measure(name, measures[name], self._run.percent, decimals)}".lstrip()
@@ -293,11 +293,12 @@ def say_interrupted(checkpoint: Path, resume: bool) -> None:
 
 
 def advise_resume(checkpoint: Path, resume: bool) -> str:
-    """Return a clause that says which command goes on from a checkpoint.
+    """Return a clause that says which command continues from a checkpoint.
 
     Args:
         checkpoint: the checkpoint that an interrupted command has left.
-        resume: the option of that command. Without it, the same command would remove the checkpoint.
+        resume: options.resume of that command. If it is False, the same command would remove the checkpoint, so the
+            clause adds "with resume: true".
     """
     change = "" if resume else " with resume: true"
     return f"the same command{change} resumes from {checkpoint}"
@@ -306,13 +307,14 @@ def advise_resume(checkpoint: Path, resume: bool) -> str:
 def say_summary(record: Record, model: Path, report: Path, show_paths: bool) -> None:
     """Print the summary of a finished run: results, times, files, and a command to try next.
 
-    It is printed by say_last, so at the end of the command.
+    The summary appears at the end of the command, by say_last().
 
     Args:
         record: the run.
         model: the path of the weights.
         report: the path of the report.
-        show_paths: whether the run's files stay where they are, as in a local run. If not, paths are left out.
+        show_paths: whether to print paths and the next command. The run's files must then stay where they are, as in a
+            local run.
     """
     info = record.info
     run = record.started
@@ -363,11 +365,11 @@ def next_step(info: RunInfo, report: Path) -> str:
 def download_progress() -> Iterator[Progress]:
     """Show the progress of downloads while the block runs.
 
-    On a terminal, each file has a live line. Elsewhere, a line is printed when a file's download begins.
+    On a terminal, each file has a live line. Elsewhere, a line is printed when a file's bytes_done is 0.
 
     Yields:
-        A function to call as show(filename, bytes_done, bytes_total) whenever a download has advanced. bytes_total may
-        be None.
+        A function to call as show(filename, bytes_done, bytes_total) when a download begins, and whenever it has
+        advanced. bytes_total may be None.
     """
     if not on_terminal():
         yield _plain_download
@@ -391,12 +393,12 @@ def _plain_download(filename: str, done: int, total: int | None) -> None:
 
 
 def _progress(*columns: Any) -> Any:
-    """Return a live display of rich on standard error, which is entered by `with` and vanishes at the end of the block.
+    """Return a progress display of rich on standard error, for a `with` block or for its start() and stop().
 
-    Each task that is added to the display has a line: its description, then the columns.
+    Each task that is added to the display has a line: the task's description, then the columns.
 
     Args:
-        columns: columns of rich, or their formats. Rich is always installed, because pyflyte needs it.
+        columns: columns of rich, or formats for columns.
     """
     from rich.console import Console as Terminal
     from rich.progress import Progress as Display

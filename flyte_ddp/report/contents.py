@@ -22,13 +22,14 @@ MOST_ATTEMPTS = 8
 
 
 def tiles(record: Record) -> list[tuple[str, str]]:
-    """Return (value, label) of each key number at the top of the page, the most important first, all as formatted text.
+    """Return (value, label), both texts, of each key number at the top of the page, the most important first.
 
-    The first are the headline and the loss on the test split. If the test split has not been evaluated, they are those
-    of the chosen epoch. If no epoch is chosen yet, they are those of the last one. Before the first evaluation, there
-    is a dash for the headline alone. A script's run shows its newest figures instead, at most MOST_MEASURES. Then come
-    the chosen epoch, the time, the speed, the time left of a running training, the ranks and the total time, as far as
-    they are known.
+    First come the headline and the loss, on the test split if that has been evaluated. Otherwise, they are those of the
+    chosen epoch or, if no epoch is chosen, of the last one. Before the first evaluation, there is one dash. The run of
+    a script has its newest figures instead, at most MOST_MEASURES.
+
+    Then come, as far as they are known, the chosen epoch, the seconds of training, the speed, the time left, the ranks
+    and the total time.
     """
     run = record.started
     description = record.info.description
@@ -75,10 +76,10 @@ def tiles(record: Record) -> list[tuple[str, str]]:
 
 
 def epoch_table(record: Record) -> Table:
-    """Return a table of the last MOST_EPOCHS evaluations, oldest first. If there was none, the table has no lines.
+    """Return a table of the last MOST_EPOCHS evaluations, oldest first; without lines before the first evaluation.
 
-    A line has the epoch, the first MOST_MEASURES measures of the evaluation and of the training before it, the seconds
-    of training, and the digest of the weights.
+    A line has the epoch, the measures of the evaluation and of the training before it (the first MOST_MEASURES of
+    record.measures), the seconds of training, and the digest of the weights.
     """
     names = record.measures[:MOST_MEASURES]
     evaluated = [f"{capitalised(record.split)} {in_words(name)}" for name in names]
@@ -99,9 +100,9 @@ def epoch_table(record: Record) -> Table:
 
 
 def kept_table(record: Record) -> Table | None:
-    """Return a table of the evaluations whose weights options.keep_best has left in the logs, the best first.
+    """Return a table of the evaluations whose weights options.keep_best has left in the run's logs, the best first.
 
-    Returns None if there are no such weights, and until the training has finished.
+    Returns None if there are no such weights, or if the training has not finished.
     """
     if not record.kept:
         return None
@@ -120,13 +121,15 @@ def cause_bars(record: Record) -> list[tuple[str, list[str], float]]:
 
 
 def attempts_table(record: Record) -> dict[str, Any] | None:
-    """Return where the seconds of each of the last MOST_ATTEMPTS attempts have gone, as a bar chart and as a table.
+    """Return the seconds by cause of each of the last MOST_ATTEMPTS attempts, for a bar chart and a table.
 
     Returns:
-        None if there was only one attempt. Otherwise a dict with these values. "title": the title of both. "bars": for
-        each attempt its name, and pairs of cause and per cent of the longest attempt. "legend": pairs of cause and
-        label. "heads" and "lines": the table, with a column for each attempt, a line for each cause, and a last line
-        with the sums.
+        None if there was only one attempt. Otherwise a dict:
+
+        - "title": the title of both.
+        - "bars": for each attempt, its name and pairs (cause, seconds in per cent of the longest attempt's).
+        - "legend": pairs (cause, label).
+        - "heads" and "lines": the table, with a column for each attempt, a line for each cause, and a line of sums.
     """
     attempts = record.goodput.attempts
     if len(attempts) == 1:
@@ -158,9 +161,8 @@ def data_lines(record: Record) -> list[tuple[str, Any]]:
     """Return (label, value) pairs that describe the data.
 
     Returns:
-        For an image dataset its description: name, counts, shape, classes, mean and standard deviation, remarks and
-            digest. For other data the name and the number of samples of each split. [] if there is no description and
-            the training has not started.
+        For an image dataset: name, counts, shape, classes, mean and standard deviation, remarks and digest. For other
+        data: the name and the number of samples of each split; [] until the training has started.
     """
     run = record.started
     description = record.info.description
@@ -186,8 +188,8 @@ def data_lines(record: Record) -> list[tuple[str, Any]]:
 def setup_tables(record: Record) -> dict[str, Iterable[tuple[Any, ...]]]:
     """Return the tables of the set-up by title: hyperparameters, network, options, machine and this run.
 
-    The network is missing until the training has started. A table's lines are (label, value). Lines of settings and
-    options have a third item: the default if the value differs from it, else "".
+    The network is missing until the training has started. A table's lines are (label, value). In the tables of
+    hyperparameters and options they are (label, value, default), with "" if the value is the default.
     """
     info = record.info
     run = record.started
@@ -226,10 +228,9 @@ def _network(record: Record) -> list[tuple[str, str]]:
 
 
 def _memory(record: Record) -> list[tuple[str, str]]:
-    """Return lines (label, text) with the peak memory of a rank on the host and on the GPU.
+    """Return (label, text) of the peak memory of a rank on the host, then on the GPU; [] until training has finished.
 
-    Each line is the maximum over the ranks whose results the record has. A peak of 0 is left out, so a run without GPUs
-    has one line. Before the training has finished there are no lines.
+    Each is the maximum over the ranks whose results the record has. A peak of 0, as without GPUs, is left out.
     """
     results = record.finished.results if record.finished else []
     peaks = {
@@ -240,10 +241,7 @@ def _memory(record: Record) -> list[tuple[str, str]]:
 
 
 def _settings(values: Settings) -> list[tuple[str, str, str]]:
-    """Return (name, value, default) of each field.
-
-    The default is "" if the value doesn't differ from it, or if there is none.
-    """
+    """Return (name, value, default) of each field. The default is "" if the field has none, or has it as its value."""
     lines = []
     for field in dataclasses.fields(values):  # type: ignore[arg-type]
         value = getattr(values, field.name)

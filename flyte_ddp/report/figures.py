@@ -54,8 +54,8 @@ class Curves:
 def draw(curves: Curves) -> str:
     """Draw curves as the text of an SVG element, with a legend.
 
-    Vertical lines mark each x of curves.marks, where there was a warning, and curves.chosen, the best one. A series is
-    thinned out to MOST_POINTS points. With fewer than 30 points it gets markers.
+    Vertical lines mark each x in curves.marks (a warning) and curves.chosen (the best x). A series is thinned out to
+    MOST_POINTS points. A series of fewer than 30 points gets markers.
 
     Args:
         curves: the series, of which at least one must have points.
@@ -88,13 +88,13 @@ def draw(curves: Curves) -> str:
 
 
 def scatter(x_name: str, x: Sequence[Any], y_name: str, y: Sequence[float | None], are_fractions: bool = False) -> str:
-    """Draw points as the text of an SVG element, with a ring around the best: the first one that has a value.
+    """Draw points as the text of an SVG element, with a ring around the first point that has a value, the best.
 
     Args:
         x_name: what the horizontal axis shows.
         x: numbers, or names. The axis is logarithmic if the numbers are positive and differ by a factor of 10 or more.
         y_name: what the vertical axis shows.
-        y: the values, best first; None for a failed one, which is drawn as a cross. At least one must be a number.
+        y: the values, best first. None stands for a failure, drawn as a cross. At least one must be a number.
         are_fractions: whether y are positive fractions, to be shown in per cent on a logarithmic axis.
     """
     names = list(dict.fromkeys(x)) if isinstance(x[0], str) else []

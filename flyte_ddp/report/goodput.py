@@ -65,34 +65,34 @@ class Attempt:
         self.seconds[source] -= moved
         self.seconds[target] += moved
 
-    def mark(self, epoch: int, step: int, written_since: float = 0.0) -> None:
+    def mark(self, epoch: int, step: int, write_seconds: float = 0.0) -> None:
         """Append a mark: a position from which training can continue, with the seconds of work done until then.
 
-        `marks` keeps the first mark and the newest MOST_MARKS. Work is all causes in WORK, such as "steps".
+        `marks` keeps the first mark and the newest MOST_MARKS. Seconds of work are those of the causes in WORK.
 
         Args:
             epoch: the position's epoch.
             step: the position's step.
-            written_since: how many seconds the checkpoint took to write. Work in this time comes after the position, so
-                these seconds are subtracted, at most as many as "steps" has.
+            write_seconds: how many seconds the position's checkpoint took to write, until now. They are subtracted from
+                the work, at most as many as "steps" has, because the steps of that time come after the position.
         """
-        done = self.work - min(written_since, self.seconds["steps"])
+        done = self.work - min(write_seconds, self.seconds["steps"])
         self.marks.append((epoch, step, done))
         del self.marks[1:-MOST_MARKS]
 
     def lose(self, epoch: int, step: int) -> bool:
-        """Count this attempt's work after a position as lost, because the training continues from that position.
+        """Move this attempt's seconds of work after a position to the cause "lost": the training continues from there.
 
-        The work counts from the last mark at or before the position, or from the first mark if all are later. These
-        seconds move to the cause "lost". Later marks than the first are deleted if they are after the position.
+        These are the seconds after the last mark at or before the position or, if all marks are later, after the first
+        mark. All marks after the position are deleted, except the first.
 
         Args:
             epoch: the position's epoch.
             step: the position's step.
 
         Returns:
-            True if this attempt began at or before the position. False if it began later or never started: work of
-            earlier attempts is then lost, too.
+            True if this attempt began at or before the position. False if it began later or never started: then work of
+            earlier attempts is lost, too.
         """
         if not self.marks:
             return False
@@ -147,14 +147,14 @@ class Goodput:
         now.ended = max(now.ended, at)
 
     def add(self, event: Any, at: float) -> None:
-        """Add the seconds since the previous event to the current cause.
+        """Count the seconds since the previous event for the current cause, then take in the event.
 
-        Some events report seconds of another cause, such as an evaluation's. These seconds are then moved to that
-        cause. A start, an evaluation, the choice of an epoch and a restart of ranks also set the current cause for what
-        follows. A start counts the work after its position as lost, in earlier attempts, too.
+        If the event reports seconds of another cause, such as an evaluation's, they move to that cause. A start, an
+        evaluation, the choice of an epoch and a restart of ranks change the current cause. A start also counts work
+        after its position as lost, in earlier attempts, too.
 
         Args:
-            event: the event.
+            event: the event. Events of other kinds only count seconds.
             at: the event's time, in seconds since 1970.
         """
         self.wait(at)

@@ -83,9 +83,9 @@ class MlflowRun(Tracker):
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
         """Queue numbers as metrics and texts as tags of the run, and send the queue if a request is due.
 
-        A request is due SEND_SECONDS after the previous one, or as soon as MOST_METRICS metrics wait. A failed request
-        raises nothing, and the next one is due RETRY_SECONDS later, however many metrics wait. The queue holds
-        MOST_WAITING metrics. If there are more, the oldest are dropped and counted as lost.
+        A request is due SEND_SECONDS after the previous one, or as soon as MOST_METRICS metrics wait. If a request
+        fails, nothing is raised, and the next request is due RETRY_SECONDS later, however many metrics wait. The queue
+        holds MOST_WAITING metrics. If there are more, the oldest are dropped and counted as lost.
 
         Args:
             step: the step of the metrics.
@@ -119,10 +119,10 @@ class MlflowRun(Tracker):
             raise IncompleteError(f"{' and '.join(missing)} could not be sent: {self._reason or 'too many at a time'}")
 
     def _send(self) -> None:
-        """Find or create the run if no request has done so yet, and send the queued metrics and tags.
+        """Send the queued metrics and tags, after finding or creating the run if that has not succeeded yet.
 
-        Nothing is raised: afterwards `_reason` says why a request has failed, or is empty if all is sent. What is not
-        sent stays in the queue. The method also sets the time at which the next request is due.
+        If a request fails, nothing is raised: `_reason` says why, and what is not sent stays in the queue. If all is
+        sent, `_reason` is empty. The method also sets the time at which the next request is due.
         """
         self._reason = ""
         if not self._run_id:
@@ -148,9 +148,9 @@ class MlflowRun(Tracker):
         """Find the MLflow run of this training, or create it, and begin to log to it.
 
         The method marks the run as running, and logs the parameters that the run lacks. It reads which steps earlier
-        attempts have sent, and removes these from the queue of metrics. If the server's address begins with http, it
-        prints the run's URL and passes it to on_url. Errors of MLflow are raised; _send() calls again until the run is
-        found.
+        attempts have sent, and removes these steps from the queue of metrics. If the server's address begins with http,
+        it prints the run's URL and passes the URL to on_url. If MLflow raises an error, so does this method, and
+        _send() calls it again later.
         """
         client = self._client
         info = self.info

@@ -100,8 +100,7 @@ class Observers:
     def end(self, event: RunFinished | RunFailed) -> None:
         """Forward the last event, and close all observers: wait until each has finished or is out of time.
 
-        The report is closed before the trackers, which may send it. If the report was not written, a placeholder is
-        written in its place, because the task would fail without this output.
+        If the report was not written, a placeholder is written in its place.
         """
         self._last = event
         self._forward(event)
@@ -111,7 +110,7 @@ class Observers:
         self._close(self._theirs)  # a tracker may send the report
 
     def _forward(self, event: Any) -> None:
-        """Pass an event to all observers. One that raises is reported by a warning, and gets no more events."""
+        """Pass an event to all observers. An observer that raises an error gets no more events; a warning says so."""
         for receiver in list(self._receivers):
             try:
                 receiver(event)
@@ -131,15 +130,15 @@ class Observers:
 
 
 def _own_observers(codes: Sequence[UserCode]) -> list[Background]:
-    """Create the user's observers, each in a thread of its own.
+    """Import the classes of the user's observers, and create each observer in a thread of its own.
 
-    The modules are imported before the threads start: in a process that is a rank, a later import would count as one of
-    the recipe's. A warning is printed for a class that cannot be imported, and its observer is left out.
+    If a class cannot be imported, a warning is printed, and the class is left out.
 
     Args:
-        codes: the observers, each with its name "package.module:Name" and the root folder to import from.
+        codes: the classes, each with its name "package.module:Name" and the root folder to import from.
     """
     opened = []
+    # Not in the threads: in a process that is a rank, an import after the start would count as one of the recipe's
     for code in codes:
         sys.path.insert(0, code.root)  # pyflyte has the root on the path only while it loads the workflow
         try:
@@ -182,10 +181,9 @@ class TimeLeft:
         self._now = now
 
     def estimate(self, event: Any) -> Any:
-        """Take note of a run's next event, and return the event; of a StepLogged, return a copy that has seconds_left.
+        """Return a run's next event; for a StepLogged, return a copy with the estimate of seconds_left.
 
-        Each event must be passed, in order, as the estimate follows from all of them. seconds_left stays None while the
-        time is unknown.
+        Pass each event of the run, in order: the estimate follows from all of them. It is None while it is unknown.
         """
         if isinstance(event, RunStarted):
             self._began = self._now()
@@ -200,7 +198,10 @@ class TimeLeft:
         return event
 
     def _left(self, event: StepLogged) -> float | None:
-        """Return the seconds from this step to the end of training; None if unknown, as in the first FIRST_SECONDS."""
+        """Return the seconds from this step to the end of training, evaluations included; None if unknown.
+
+        They are unknown in the first FIRST_SECONDS, and for a script.
+        """
         run = self._run
         seconds = self._now() - self._began
         if seconds < FIRST_SECONDS or not run.epochs or not run.steps_per_epoch:

@@ -60,14 +60,14 @@ def make_axis(
     """Build an axis that spans the values, with a margin and labels at round numbers.
 
     Args:
-        values: the values. Those that are not finite are ignored; on a logarithmic axis also those that are not
-            positive. If there are no others, the axis spans about 0 to 1.
-        begin: the position of the axis's first end in the drawing.
-        end: the position of the other end.
-        write: formats a label.
+        values: the values. Values that are not finite are ignored, and on a logarithmic axis also values that are not
+            positive. If no value is left, the axis spans about 0 to 1.
+        begin: the coordinate in the drawing where the axis begins.
+        end: the coordinate in the drawing where the axis ends.
+        write: write(value) returns the label of a value.
         logarithmic: whether the axis is logarithmic. Without positive values it is linear all the same.
         from_zero: whether the axis begins at 0, or at 1 if it is logarithmic. Some value must be above that.
-        integer: whether only whole numbers get labels. The values must then span a whole step. A logarithmic axis
+        integer: whether only whole numbers get labels. The values must then differ by at least 1. A logarithmic axis
             ignores this.
         ticks: the values to label; by default round numbers.
     """
@@ -92,7 +92,7 @@ def round_numbers(low: float, high: float, integer: bool = False) -> list[float]
     Args:
         low: the least number to return.
         high: the largest number to return; it must be above low.
-        integer: whether all must be whole.
+        integer: whether to return whole numbers alone. Then high must be at least 1 above low.
     """
     magnitude = 10.0 ** math.floor(math.log10(high / MOST_TICKS - low / MOST_TICKS))
     steps = [factor * magnitude for factor in (1, 2, 2.5, 5, 10, 20)]
@@ -103,8 +103,8 @@ def round_numbers(low: float, high: float, integer: bool = False) -> list[float]
 def round_powers(low: float, high: float) -> list[float]:
     """Return the values to label on a logarithmic axis, ascending: the values, not their logarithms.
 
-    If more than two powers of ten are on the axis, the values are at most MOST_TICKS of these, evenly spaced. Otherwise
-    they are 1, 2 and 5 times powers of ten or, if fewer than two of these are on the axis, round numbers.
+    If more than two powers of ten are on the axis, the values are at most MOST_TICKS of these powers, evenly spaced.
+    Otherwise, they are 1, 2 and 5 times powers of ten or, if fewer than two such are on the axis, round numbers.
 
     Args:
         low: the logarithm to base 10 of the axis's first value.
@@ -159,9 +159,9 @@ class Plot:
         return make_axis(values, left, self.right, **how)
 
     def axes(self, x: Axis, y: Axis, name: str) -> None:
-        """Draw the grid, the labels of both axes, and a name below the horizontal one.
+        """Draw the grid, the labels of both axes, and a name below the horizontal axis.
 
-        Call this method first: line, across and symbols use these axes.
+        Call this method before line(), across() and symbols(), which use these axes.
         """
         self._x = x
         self._y = y
@@ -174,7 +174,7 @@ class Plot:
         self._write((x.begin + x.end) / 2, HEIGHT - 0.5 * LINE, name, "middle")
 
     def line(self, points: Points, pen: str) -> None:
-        """Draw a line through the points, interrupted where a value has no position, such as NaN.
+        """Draw a line through the points, interrupted at points that have no position on an axis, such as NaN.
 
         Args:
             points: pairs of x and y.

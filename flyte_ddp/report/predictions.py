@@ -75,18 +75,17 @@ def describe_predictions(record: Record) -> dict[str, Any]:
     Returns:
         Values for the page's template:
 
-        - "classes": for each class its name, a pair of texts such as ("9 of 10", "90.00%"), and the percentage of its
-        images that were classified correctly. A class without images has ("0 of 0", "-") and 0.0. If there are more
-        than MOST_BARS classes, only the MOST_BARS worst that have images, the worst first.
-        - "mistakes": for each of the MOST_MISTAKES most confident mistakes the image as a data URI, its index, its true
-        class, the predicted one, and a text such as "98.1% sure".
-        - "cells": the confusion matrix, a row for each true class; an empty list if there are more than MOST_CLASSES
-        classes.
+        - "classes": for each class, its name, a pair of texts such as ("9 of 10", "90.00%"), and the accuracy in per
+          cent. A class without images has ("0 of 0", "-") and 0.0. If there are more than MOST_BARS classes, the list
+          has the MOST_BARS worst classes with images, the worst first.
+        - "mistakes": for each of the MOST_MISTAKES most confident mistakes, the image as a data URI, its index, the
+          names of the true and of the predicted class, and a text such as "98.1% sure".
+        - "cells": the confusion matrix, a row for each true class; [] if there are more than MOST_CLASSES classes.
         - "names": the names of all classes.
         - "roomy": whether the matrix's cells need more space.
 
-        There are no predictions if the run has not finished, or is no image classifier's. Then "classes", "mistakes"
-        and "cells" are empty lists, and "names" and "roomy" are missing.
+        If the run has not finished, or is no image classifier's, "classes", "mistakes" and "cells" are [], and "names"
+        and "roomy" are missing.
     """
     predictions = load_predictions(record.info, record.finished) if record.finished else None
     if predictions is None:
@@ -125,15 +124,18 @@ def describe_predictions(record: Record) -> dict[str, Any]:
 
 
 def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
-    """Return the cells of a confusion matrix of counts (classes, classes), row by row, as the page's template has them.
+    """Return the cells of a confusion matrix for the page's template, row by row: (count, heat, kind, look) each.
 
-    A cell is (count, heat, kind, look). heat is the opacity of its colour, from "0.00" to "1.00", which grows with the
-    cell's share of its row. Mistakes are shaded much more strongly than correct predictions, or they would not be
-    visible. kind is "right" on the diagonal and "wrong" elsewhere. look is the cell's CSS class: "hot" for a dark cell,
+    "heat" is the opacity of the cell's colour, from "0.00" to "1.00", which grows with the cell's share of its row.
+    "kind" is "right" on the diagonal and "wrong" elsewhere. "look" is the cell's CSS class: "hot" for a dark cell,
     "none" for a count of 0, and "" otherwise.
+
+    Args:
+        counts: (classes, classes), a row for each true class.
     """
     fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     right = np.eye(len(counts), dtype=bool)
+    # Rare mistakes would be invisible if they were not shaded more strongly than correct predictions
     heats = np.where(right, fractions, np.minimum(1, 4 * np.sqrt(fractions)))
     # A medium shade would contrast with neither dark nor light text
     heats = np.where(heats > 0.5, np.maximum(heats, 0.85), heats)
@@ -146,9 +148,9 @@ def _confusion(counts: np.ndarray) -> list[list[tuple[int, str, str, str]]]:
 def sample_pictures(info: RunInfo) -> list[tuple[str, str]]:
     """Return training images of an image classifier, some of each class: pairs of a data URI and the class's name.
 
-    The images are chosen among at most about 20,000 at equal distances. Each class has the same number of them, unless
-    fewer of it were found. There are at most MOST_SAMPLES in all. With more classes than that, the last ones have none.
-    The list is empty for other recipes.
+    All classes have equally many images, at most MOST_SAMPLES in all. A class may have fewer if it is rare: at most
+    about 20,000 images, evenly spread, are searched. If there are more than MOST_SAMPLES classes, the last ones have
+    none. For other recipes, the list is empty.
     """
     if not info.data or not info.description:
         return []
@@ -170,13 +172,13 @@ def drawn_figures(logs: Path) -> list[Drawing]:
 
 
 def drawn_pictures(logs: Path) -> list[tuple[str, str]]:
-    """Read the pictures that a recipe has drawn, at most MOST_DRAWN, from pictures.npz.
+    """Read the pictures that a recipe has drawn, at most MOST_DRAWN, from pictures.npz in the folder of logs.
 
     The file has an array "captions", and arrays "0", "1", … of images (C, H, W) uint8.
 
     Returns:
-        Pairs of a data URI and a caption; none if there is no file. If the file cannot be read, there is one pair with
-        an empty image, and a caption that says why.
+        Pairs of a data URI and a caption; [] if there is no file. If the file cannot be read, one pair with an empty
+        image, and a caption that says why.
     """
     path = logs / "pictures.npz"
     if not path.exists():

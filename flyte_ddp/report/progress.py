@@ -140,7 +140,7 @@ def select_fields(event: Any) -> dict[str, Any]:
 def parse_event(line: dict[str, Any]) -> Any:
     """Rebuild an event from a line of progress.jsonl.
 
-    A measure that is null becomes NaN. A field that the line lacks takes the value in LEFT_OUT, or else its default.
+    A measure that is null becomes NaN. A field that is not in the line has its value in LEFT_OUT, or its default.
 
     Args:
         line: the parsed line. Its "event" is the event's name.
@@ -173,11 +173,13 @@ class TimesRead:
         self.goodput: Goodput | None = None
 
     def read(self, line: dict[str, Any]) -> None:
-        """Add the next line of a progress file to the seconds by cause in `goodput`.
+        """Take in the next line of a progress file.
 
-        The first "attempt" line creates `goodput`. A later one corrects the seconds of the earlier attempts. Any other
-        line counts the time until its event; before an "attempt" line it is ignored. A line that ProgressFile does not
-        write raises any exception.
+        The first "attempt" line creates `goodput`. A later "attempt" line corrects the seconds of the earlier attempts.
+        Any other line adds the seconds until its event to `goodput`; before an "attempt" line it is ignored.
+
+        Args:
+            line: the parsed line. A line that ProgressFile does not write may raise any exception.
         """
         if line["event"] == "attempt":
             begun = Goodput.begun(line)

@@ -73,13 +73,11 @@ def step_figures(step: events.StepLogged) -> dict[str, float]:
 
 
 def tracking_id(key: str, first: str) -> str:
-    """Return the id of a tracker's run, which is the same for all attempts at one training.
-
-    The id has 8 hex digits, a hyphen and 8 hex digits.
+    """Return the id of a tracker's run: 8 hex digits, a hyphen and 8 hex digits.
 
     Args:
         key: the digest of what determines the training's result, in hex.
-        first: a text that only the attempts at one training have in common.
+        first: a text that is the same for all attempts at a training, and another one for any other training.
     """
     return f"{key[:8]}-{hashlib.sha256(first.encode(errors='backslashreplace')).hexdigest()[:8]}"
 
@@ -296,8 +294,8 @@ class Record(events.Observer):
     def measures(self) -> list[str]:
         """Return the names of the run's measures, without duplicates: the headline, "loss", then all others.
 
-        The first two are there even if nothing has measured them. The others are those of the epochs, the last epoch
-        first, and then those of the kept steps.
+        The headline and "loss" are there even if nothing has measured them. The others are those of `epochs`, the last
+        epoch first, and then those of `steps`.
         """
         measured = [*chain.from_iterable((epoch.evaluated, epoch.train) for epoch in reversed(self.epochs))]
         measured += [step.measures for step in self.steps]

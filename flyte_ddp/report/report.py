@@ -76,9 +76,10 @@ class Report(Observer):
 
 
 def fragment(record: Record) -> str:
-    """Render the record, and the pictures and figures in its logs, as the content of <body>, for a Deck or document().
+    """Render a run's record, pictures and figures as the content of <body>, for a Deck or document().
 
-    All values are escaped, except the figures that the training has drawn itself.
+    Pictures and figures are read from the folder record.info.logs. All values are escaped, except the figures that the
+    training has drawn itself.
     """
     return render_body(
         page.REPORT,
@@ -109,10 +110,10 @@ def _drawings(several: Sequence[Curves], record: Record) -> list[Drawing]:
 
 
 def progress_curves(record: Record) -> list[Curves]:
-    """Return the curves of the loss, at most MOST_CURVES other measures, and the steps' other numbers.
+    """Return figures of the loss, of at most MOST_CURVES other measures, and of each other number of the steps.
 
-    The loss is on a logarithmic axis if all its finite values are positive and the largest is more than 30, but less
-    than 1e9, times the smallest. The numbers in ELSEWHERE (speed, gradient norm and memory) are left out.
+    The numbers in ELSEWHERE (speed, gradient norm and memory) are left out. The loss has a logarithmic axis if all its
+    finite values are positive, and the largest is more than 30, but less than 1e9, times the smallest.
     """
     loss = _measure_curves(record, "loss")
     points = chain.from_iterable(loss.series.values())
@@ -158,9 +159,9 @@ def _measure_curves(record: Record, name: str) -> Curves:
 def speed_figures(record: Record) -> list[Curves]:
     """Return four figures over the logged steps: samples per second, tokens per second, MFU and gradient norms.
 
-    MFU is the model FLOPs utilization. A figure has no points if its values are unknown. The norms are those of all
-    weights together, and of the first MOST_LAYERS weights whose names end in "weight" or, if none do, of any names.
-    Norms of 0 are left out.
+    MFU is the model FLOPs utilization. A figure has no points if its values are unknown. The last figure has the norm
+    of all weights together, and of each of the first MOST_LAYERS weights whose names end in "weight"; if there are
+    none, of the first MOST_LAYERS weights. Norms of 0 are left out.
     """
     at = record.position
     steps = record.steps

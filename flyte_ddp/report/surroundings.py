@@ -21,7 +21,7 @@ SHOWN_VERSIONS = ("torch", "torchvision", "flytekit", "numpy", "wandb")
 def surroundings() -> dict[str, str]:
     """Return versions, hardware and git commit as texts by label, without those that are unknown.
 
-    They are found in milliseconds, without torch or the network. All calls return the same dict: do not change it.
+    Neither torch nor the network is needed. All calls return the same dict: do not change it.
     """
     facts = {"Python": platform.python_version()}
     for name in SHOWN_VERSIONS:

@@ -67,7 +67,7 @@ class TensorBoard(Tracker):
         self._write([self._histogram(name, *bins) for name, bins in counted.items()])
 
     def predictions(self, step: int, predictions: Predictions) -> None:
-        """Write the MISTAKES most confident mistakes as images at a step, with both classes in their tags."""
+        """Write the MISTAKES most confident mistakes as images at a step, tagged with true and predicted class."""
         self._step = step
         classes = predictions.classes
         values = []
@@ -91,10 +91,12 @@ class TensorBoard(Tracker):
         self._writer.close()
 
     def _read(self, file: Path) -> None:
-        """Read the last step, and the last step of each group of values, from an earlier attempt's file.
+        """Read the last step into self._step, and the last step of each group of values into self.earlier.
 
-        They are stored in self._step and self.earlier. An incomplete record at the file's end, which a killed attempt
-        has left, is cut off.
+        If a killed attempt has left an incomplete record at the end of the file, the method cuts it off.
+
+        Args:
+            file: the file of the earlier attempts.
         """
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 

@@ -116,15 +116,15 @@ class Tracking(Observer):
 
 
 def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> Background | None:
-    """Start the tracker that the options ask for, in a thread of its own; return None if they ask for none.
+    """Start the tracker that options.tracking asks for, in a thread of its own; return None if it asks for none.
 
-    The caller passes events to the returned observer, and closes it. Without a key for W&B, "auto" asks for none, and a
-    message says so.
+    The caller passes the run's events to the returned observer, and closes the observer. choose_tracking() decides what
+    "auto" asks for.
 
     Args:
         info: the run.
-        folder: has report.html and model.pt when the run ends.
-        on_url: takes the run's URL once it is known.
+        folder: the folder that has report.html and model.pt when the run ends.
+        on_url: on_url(url) is called, in that thread, once the URL of the tracker's run is known.
 
     Raises:
         InputError: the tracker is not installed, or has no address.
@@ -138,10 +138,10 @@ def open_tracker(info: RunInfo, folder: Path, on_url: Callable[[str], None]) -> 
 
 
 def choose_tracking(wish: str) -> str:
-    """Return the kind of tracking for RunOptions.tracking: the wish itself, unless it is "auto".
+    """Return the kind of tracking for RunOptions.tracking: `wish` itself, unless that is "auto".
 
-    "auto" stands for "online" if there is a key for W&B. With WANDB_MODE=offline it stands for "offline", with
-    WANDB_MODE=disabled for "off". Without a key it stands for "off", and a message is printed.
+    With a key for W&B, "auto" stands for "offline" if WANDB_MODE is offline, for "off" if WANDB_MODE is disabled, and
+    otherwise for "online". Without a key, it stands for "off", and a message is printed.
     """
     if wish != "auto":
         return wish

@@ -4,11 +4,8 @@ from typing import Any
 
 
 def kill_service() -> None:
-    """Kill W&B's own process, if there is one, with everything that it has not sent.
-
-    wandb.teardown waits until everything is sent, and wandb calls it when the interpreter exits. No public function
-    gives up.
-    """
+    """Kill the process that W&B has started, if there is one. Values that the process has not sent are lost."""
+    # wandb.teardown, which wandb also calls at the interpreter's exit, would wait until everything is sent
     from wandb.sdk import wandb_setup
 
     connection: Any = wandb_setup.singleton()._connection

@@ -75,18 +75,15 @@ class WandbRun(Tracker):
     def describe(self, world: Mapping[str, Any], layers: Sequence[tuple[str, str, int]]) -> None:
         """Add facts about the attempt to the run's config, and show the network's layers as wandb.watch would.
 
-        wandb.watch needs the network itself, which this process does not have.
-
         Args:
-            world: the facts by name. A name that is also a setting's gets the prefix "run.". Exceptions are backend,
-                precision and, for an image classifier, dataset. These replace the setting in the config, because the
-                setting may be "auto".
+            world: the facts by name. The names backend, precision and, for an image classifier, dataset replace the
+                setting in the config, which may be "auto". Any other name of a setting gets the prefix "run.".
             layers: name, type and number of parameters of each layer.
         """
         settings = {field.name for field in fields(self.info.settings)}
         chosen = {"backend", "precision", *(["dataset"] if self.info.description else [])}  # in place of auto
         self._run.config.update(rename_taken(settings - chosen, world), allow_val_change=True)
-        graph = self._wandb.Graph("torch")
+        graph = self._wandb.Graph("torch")  # wandb.watch needs the network, which this process does not have
         for name, kind, parameters in layers:
             graph.add_node(id=name, name=name, class_name=kind, num_parameters=[parameters])
         self._run.summary["graph_0"] = graph
@@ -94,15 +91,15 @@ class WandbRun(Tracker):
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the values as one row of the W&B run.
 
-        A group is the part of a name before the first slash. The row also has a value steps/GROUP, the step, for each
-        group: W&B draws the group over that value. W&B's own step is not used, because W&B would hold the row back
-        until the next step.
+        The part of a name before the first slash is its group. For each group, the row also has the step, as
+        steps/GROUP, over which W&B draws the group's values.
         """
         groups = {first_part(name) for name in values}
         for group in groups - self._groups:
             for pattern in (group, f"{group}/*"):
                 self._run.define_metric(pattern, step_metric=f"{AXIS}/{group}")
         self._groups |= groups
+        # Without W&B's own step, with which W&B would hold the row back until the next one
         self._run.log({**values, **{f"{AXIS}/{group}": step for group in groups}})
 
     def histograms(self, step: int, counted: Mapping[str, tuple[list[float], list[float]]]) -> None:
@@ -205,12 +202,12 @@ def shown_images(count: int, batch_size: int) -> list[int]:
 def explain_unreachable() -> str:
     """Return why W&B cannot be used: there is no key, or its server does not answer. Return "" if it can be used.
 
-    The server has ten seconds to answer; wandb itself would keep trying for a long time. Whether it accepts the key is
-    not checked.
+    The server has ten seconds to answer. Whether the server accepts the key is not checked.
     """
     if not has_key():
         return "no key: set WANDB_API_KEY, or run `wandb login`"
     try:
+        # wandb itself would keep trying for a long time
         requests.head(base_url(), timeout=PROBE_SECONDS, allow_redirects=False)
     except requests.RequestException as error:
         return f"{type(error).__name__}, {base_url()}"

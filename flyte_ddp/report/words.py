@@ -85,10 +85,13 @@ class Table(NamedTuple):
 
 
 def rank_tables(hosts: Sequence[str], times: RanksTimed, most: int) -> list[Table]:
-    """Return a table of each rank's seconds by use and, with several hosts, one of each host's means over its ranks.
+    """Return a table of each rank's seconds by what it did; with several hosts, also one of means over a host's ranks.
 
-    A table has at most `most` ranks, or MOST_HOSTS hosts: those that the others waited for longest. `hosts` has the
-    host of each rank.
+    Args:
+        hosts: the host of each rank.
+        times: the seconds of each rank.
+        most: how many ranks the first table has at most: those that the others waited for longest. The other table has
+            MOST_HOSTS hosts at most, chosen likewise.
     """
     of_rank = list(zip(times.data, times.computing, times.waiting, times.waited_for, strict=True))
     by_host: dict[str, list[int]] = {}
