@@ -180,13 +180,13 @@ class Place:
         return facts
 
     def add(self, version: str, model: Path, facts: dict[str, Any]) -> None:
-        """Copy a model into the place as a new version, without promoting it. A version of this name is overwritten.
+        """Copy a model into the place as a new version, without promoting it.
 
         version.json is written last, so versions() never lists an incomplete version. In a new place, an empty
         current.json is written first.
 
         Args:
-            version: the name of the version.
+            version: the name of the version. An existing version of the same name is overwritten.
             model: the file of weights to copy.
             facts: the content of version.json. "sha256", the digest of the weights, must be among them. "format" and
                 "name" are added.

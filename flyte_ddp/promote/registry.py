@@ -23,7 +23,7 @@ SECONDS = 30.0  # the time limit for all requests together
 
 
 def register(place: Place, version: str, name: str) -> str:
-    """Register a promoted version in MLflow, and set the registered model's alias to it if it is still promoted.
+    """Register a promoted version in MLflow; if it is still promoted, set the registered model's alias to it.
 
     Errors are not raised. A failure, or no answer within SECONDS, is printed as a warning. After these seconds the
     requests go on in the background, so the version may still be registered later.

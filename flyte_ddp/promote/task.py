@@ -90,7 +90,7 @@ def mlflow_secret() -> list[Secret] | None:
 def check_promotion(
     place: str, model_state: PythonPickledFile | None, hp: Hyperparameters, options: RunOptions
 ) -> PromotionTarget:
-    """Check the inputs of a promotion, and fill in what was left out from the metadata of the weights; a Flyte task.
+    """Check the inputs of a promotion, and take missing settings from the metadata of the weights; a Flyte task.
 
     This task runs first, so that a wrong input is found before a training. It downloads the weights. A new place gets
     an empty current.json. A local run also deletes a damaged copy of the dataset, and cache entries whose files are
