@@ -303,7 +303,7 @@ class CheckpointMirror:
             raise OSError(problem)
 
     def _warn_of_busy_entries(self, busy: set[str], now: float) -> None:
-        """Warn, once for each, of entries that have been busy for BUSY_SECONDS.
+        """Warn of entries that have been busy for BUSY_SECONDS, once for each entry.
 
         An entry is a file or folder at the top of the checkpoints.
 

@@ -267,7 +267,7 @@ class Companion:
     def _tell(self, is_last: bool = False) -> None:
         """Emit a StepLogged for each new line that the script has written to $DDP_EVENTS; on rank 0 alone.
 
-        The first line that cannot be read is warned of. All such lines are left out.
+        Lines that cannot be read are left out, with a warning for the first of them.
 
         Args:
             is_last: whether the script has ended, so that a last line without a line break counts, too.

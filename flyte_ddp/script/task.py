@@ -51,6 +51,6 @@ class ScriptTraining(CommonScriptTraining[Data, ScriptOutputs], NamedTraining[Sc
                 given to @task as its cache.
             own: your own arguments of @task. A quantity that you leave out of requests= and limits= is the registered
                 one. environment=, secret_requests=, labels= and annotations= are added to the registered ones. All
-                others, such as retries=, replace them.
+                other arguments, such as retries=, replace the registered ones.
         """
         return super().arguments(ignored_inputs, **own, **({} if cache is True else {"cache": cache}))

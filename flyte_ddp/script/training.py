@@ -309,8 +309,9 @@ def describe_script(code: UserCode, arguments: Sequence[str]) -> Subject:
 def without_secrets(arguments: Sequence[str]) -> list[str]:
     """Return a script's arguments with *** in place of secret values.
 
-    A value is secret if it follows an option, as the next argument or after "=", whose name begins with - and ends in
-    token, key, secret, password or passwd, such as --api_key. Upper and lower case are alike.
+    A value is secret if it belongs to an option whose name ends in token, key, secret, password or passwd, such as
+    --api_key. The value is the next argument, unless that begins with -, or what follows "=". Upper and lower case are
+    alike.
     """
     shown: list[str] = []
     is_secret = False
