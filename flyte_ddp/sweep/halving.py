@@ -259,7 +259,7 @@ def choose_entrants(
 
 
 def latest_results(sweep: Sweep, trials: AllTrials, rungs: Sequence[Sequence[TrialResult | None]]) -> list[Ranked]:
-    """Return all trials by number, not ranked, each with the result of the last rung that it was in.
+    """Return all trials in the order of their numbers, each with the result of the last rung that it was in.
 
     The result's seconds are the sum over the trial's rungs. A lost result (None) is a failure, and so is a result in
     which the sweep's measure is missing or not finite. A trial that was in no rung yet has an empty TrialResult, which

@@ -82,8 +82,8 @@ def list_heads(sweep: Sweep, trials: Sequence[Ranked]) -> list[str]:
 def write_table(sweep: Sweep, trials: Sequence[Ranked], path: Path) -> None:
     """Write a CSV file with a header and a line for each trial, in the given order.
 
-    The columns are the number, the values tried, the epochs if any trial was cut, the measures that the first trial
-    has, seconds, report and failure. A measure that a trial lacks is empty; a failed trial lacks all. Raises OSError.
+    The columns are the number, the values tried, the epochs if any trial was cut, the measures of the first trial,
+    seconds, report and failure. Measures that a trial lacks, and all of a failed trial, are empty. Raises OSError.
 
     Args:
         sweep: the sweep.
