@@ -94,7 +94,7 @@ def watch(place: str, timeout: float | None) -> None:
     contains these, or their progress.jsonl.
 
     At the end, or after Ctrl-C, the command prints how ranks and hosts have spent their seconds so far, and how all
-    attempts at the training have.
+    attempts at the training together have spent theirs.
 
     The exit status is 0 if the training has succeeded, 2 if PLACE cannot be read, and 1 if the training has failed or
     can no longer be followed, as when nothing new has come for --timeout seconds.

@@ -96,8 +96,8 @@ def read(place: str) -> Recorded:
 def compare(context: click.Context, first: str, second: str) -> None:
     """Print where the weights of two trainings first differ, and which settings, data or hardware differ.
 
-    The first evaluation with other weights is named. If both were trained with the option trace_every, so are the first
-    traced step that differs and its first layer.
+    The command names the first evaluation with other weights. If both were trained with the option trace_every, it also
+    names the first traced step that differs, and the first layer in this step.
 
     RUN is a training's folder, its output `logs`, the `output` of train(), or the URL of one in Flyte's storage. The
     exit status is 0 if both have finished with the same weights at each evaluation and in model.pt, 1 if not, and 2 if
@@ -143,7 +143,7 @@ def compare_runs(one: Recorded, other: Recorded) -> tuple[bool, str]:
 
 
 def list_differences(one: Recorded, other: Recorded) -> list[str]:
-    """Return lines to print: one for each fact in which the runs differ, with both values, or that all are the same."""
+    """Return lines to print: a heading, and both values of each fact in which the runs differ; or that none differs."""
     names = dict.fromkeys((*one.facts, *other.facts))
     values = {name: (one.facts.get(name, "unknown"), other.facts.get(name, "unknown")) for name in names}
     lines = [f"  {name}: {first} | {second}" for name, (first, second) in values.items() if first != second]

@@ -38,9 +38,9 @@ class Step:
 
 
 def read_trace(progress_path: str) -> dict[int, Step]:
-    """Read the trace beside a training's progress file: its steps by number; none if there is no trace.
+    """Return the steps of the trace beside a training's progress file, by number; {} if there is no trace.
 
-    If a step was computed again, after a restart, its last line counts. A last line that is incomplete is left out.
+    If a step was computed again, after a restart, its last line counts. Incomplete lines are left out.
 
     Args:
         progress_path: the path or URL of progress.jsonl. The trace is searched for in the same folder.
