@@ -23,13 +23,10 @@ class Call(Enum):
 
 
 def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
-    """Check that all ranks do the same thing now; a collective.
+    """Check that all ranks have come to the same call; a collective.
 
-    Ranks that differ would otherwise hang, or gloo would abort the process. With a single rank nothing is checked.
-    Under NCCL the calls BACKWARD, STEP_END and END are not checked: in a step the host would have to wait for the
-    device, and at the END another rank may be in a step.
-
-    While another rank is in an evaluation (BATCH), a rank with any other call waits here until that rank has left it.
+    Nothing is checked with a single rank, nor, under NCCL, for the calls BACKWARD, STEP_END and END. While a rank is in
+    an evaluation (BATCH), ranks with another call wait for it.
 
     Args:
         call: what this rank does.
@@ -38,12 +35,13 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
         device: where the collective's tensors are.
 
     Returns:
-        True if all ranks do the same, or nothing was checked. False if this rank's call is BATCH and another rank's is
-        not, because that rank has left the evaluation.
+        False if this rank is in an evaluation (BATCH) that another rank has left; otherwise True.
 
     Raises:
-        InputError: Ranks do different things, and none is in an evaluation. All ranks raise it.
+        InputError: Ranks have different calls, and none is in an evaluation. All ranks raise it.
     """
+    # Without the check, ranks would hang, or gloo would abort the process. Under NCCL the host would have to wait for
+    # the device in a step, and at the END another rank may be in a step
     is_beside_step = call in (Call.BACKWARD, Call.STEP_END, Call.END)
     if distributed.get_world_size() == 1 or (is_beside_step and distributed.get_backend() != "gloo"):
         return True
@@ -70,16 +68,15 @@ def agree(call: Call, epoch: int, step: int, device: torch.device) -> bool:
 def names_on_all_ranks(call: str, of_ranks: Sequence[Collection[str]], may_lack: bool = False) -> list[str]:
     """Check that all ranks have measures of the same names, and return the names in rank 0's order.
 
-    Values are summed over the ranks by position, so each rank needs the same order. Nothing is exchanged here.
+    This is not a collective.
 
     Args:
-        call: the method that the user has given the measures to, such as "loop.log", for the message.
-        of_ranks: the names of each rank, gathered from all ranks.
-        may_lack: whether a rank other than 0 may have no names at all, as a rank without samples has none. All ranks
-            must pass the same.
+        call: the user's call, such as "loop.log", for the message.
+        of_ranks: the measures' names on each rank, as gathered from all ranks.
+        may_lack: whether a rank other than 0 may have no names.
 
     Raises:
-        InputError: A rank has other names than rank 0. All ranks raise it.
+        InputError: A rank has other names than rank 0. All ranks raise it if they pass the same arguments.
     """
     for rank, others in enumerate(of_ranks):
         if {*others} != {*of_ranks[0]} and not (may_lack and not others):

@@ -45,7 +45,7 @@ class KeptParts(dict[str, Any]):
         return {name: part for name, part in self.items() if isinstance(part, nn.Module)}
 
     def shapes(self) -> dict[str, dict[str, torch.Size]]:
-        """Return the shape of each tensor in a network's state_dict, by the name of the part and that of the tensor.
+        """Return the shapes of all tensors in the networks' state dicts: {name in loop.keep: {tensor's name: shape}}.
 
         Parameters of lazy layers that have no shape yet are left out.
         """
@@ -61,15 +61,15 @@ class KeptParts(dict[str, Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores of everything that loop.keep was given.
 
-        The tensors are the training's own, so the next step changes them. Call pending.wait() before: it decides which
-        gradients are in the result.
+        Tensors are not copied, so the next step changes them. Call pending.wait() before: it decides which gradients
+        are in the result.
 
         Returns:
-            "parts": the state dict of each part. "arrangement": what arrangement() returns. "gradients": the gradients
-            that no optimizer has stepped by.
+            "parts": each part's state dict, by name. "arrangement": what arrangement() returns. "gradients": those that
+            no optimizer has applied.
 
         Raises:
-            InputError: A part of the user's own has state of a type that could not be read again.
+            InputError: A part that is no network or optimizer has state of a type that could not be loaded again.
         """
         states = {name: part.state_dict() for name, part in self.items()}
         # A list of the user's may have got an array since loop.keep checked it. Networks and optimizers, which are
@@ -83,13 +83,13 @@ class KeptParts(dict[str, Any]):
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], is_within_epoch: bool) -> None:
-        """Restore everything that loop.keep was given from what state_dict() has returned, and copy its tensors.
+        """Restore everything that loop.keep was given, from a state whose tensors are copied.
 
-        Before a resume within an epoch takes its first step, the user's code before the steps runs again. So gradients,
-        and parameter groups that this code has yet to add, are left to put_back().
+        With is_within_epoch, this leaves out gradients, and parameter groups that the user's code has yet to add. Then
+        call put_back() before the first step.
 
         Args:
-            saved: the state.
+            saved: what state_dict() has returned.
             is_within_epoch: whether the checkpoint was written within an epoch.
 
         Raises:
@@ -109,7 +109,7 @@ class KeptParts(dict[str, Any]):
         """Restore networks, optimizers, schedules and gradients a second time, after a resume within an epoch.
 
         Call this right before the first step: the user's code before the steps has run again, and may have changed
-        them. Whatever else loop.keep was given, such as iterators, is left alone.
+        these parts. Other parts, such as iterators, are left alone.
 
         Args:
             saved: the state that load_state_dict() was given.
@@ -132,7 +132,7 @@ class KeptParts(dict[str, Any]):
         }
 
     def buffer_digests(self) -> dict[str, int]:
-        """Return the digest of each buffer of the networks, by "<name of the part>.<name of the buffer>"."""
+        """Return the digest of each buffer of the networks, by a name such as "model.bn.running_mean"."""
         digests = {
             f"{part_name}.{name}": compute_sum(buffer).to(self._device)
             for part_name, network in self.networks().items()
@@ -144,10 +144,10 @@ class KeptParts(dict[str, Any]):
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Replace errors of the block by an InputError that says that the checkpoint does not fit what loop.keep was given.
+    """Raise InputError, "the checkpoint does not fit what loop.keep was given", for errors of the block.
 
-    Use this as a context manager around the code that loads a checkpoint. Errors of the device, such as a lack of its
-    memory, are passed on unchanged.
+    Use this as a context manager around the code that loads a checkpoint. Errors of the device, such as out of memory,
+    and of unusual types, such as OSError, pass unchanged.
     """
     try:
         yield
@@ -164,12 +164,11 @@ def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return what no state dict says: which weights are trained, and which are in each group of each optimizer.
 
     Args:
-        parts: what loop.keep was given, by name; the networks and optimizers among it are looked at.
+        parts: what loop.keep was given, by name. Only networks and optimizers count.
 
     Returns:
         "trained": for each weight's name, such as "model.fc.weight", whether it requires a gradient. "groups": for each
-        optimizer's name, the names of the weights in each of its groups. A weight that is in no network among the parts
-        has an empty name.
+        optimizer's name, the names of the weights in each of its groups; "" for a weight that is in no network.
     """
     weights = _weights(parts)
     return {
@@ -179,20 +178,20 @@ def arrangement(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]) -> None:
-    """Load the states of what loop.keep was given, and restore which weights are trained and in which optimizer group.
+    """Load the states of parts of loop.keep, and restore which weights are trained and in which group each is.
 
     Tensors are copied. After an error, some parts may be changed already.
 
     Args:
-        parts: what loop.keep was given, or some of it, by name. If the groups of an optimizer have changed, its
-            networks must be among it.
+        parts: what loop.keep was given, or some of it, by name. If an optimizer's groups have changed, the networks
+            with its weights must be included.
         states: the saved state of each part, by name.
-        arranged: what arrangement() returned when the states were saved. Weights that no part has now are ignored.
+        arranged: what arrangement() returned when the states were saved.
 
     Raises:
-        KeyError: A part has no state. Or an optimizer's groups differ from the saved ones, which have a weight that no
-            network has now.
-        ValueError: An optimizer's groups differ from the saved ones, which have a weight that was in no network.
+        KeyError: A part has no state. Or an optimizer's groups have changed, and no network has one of their saved
+            weights now.
+        ValueError: An optimizer's groups have changed, and one of their saved weights was in no network.
         Exception: A part's load_state_dict refuses its state, with an error of its own.
     """
     weights = _weights(parts)
@@ -212,22 +211,21 @@ def load(parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[
 def without_later_groups(
     parts: Mapping[str, Any], states: Mapping[str, Any], arranged: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Leave the parameter groups that optimizers do not have yet out of a checkpoint's states and arrangement.
+    """Return a checkpoint's states and arrangement without the parameter groups that its optimizers do not have yet.
 
-    In a resume within an epoch, the user's code may still have to call add_param_group. The loop therefore first loads
-    what this function returns. It loads the whole states after that code has run.
+    In a resume within an epoch, the user's code may add these groups later, by add_param_group. Load the result first,
+    and everything once that code has run.
 
     An optimizer's state stays whole if its class overrides load_state_dict, or if the groups that it has now are not
     the first groups in the checkpoint.
 
     Args:
         parts: what loop.keep was given in this attempt, by name.
-        states: the saved state of each part.
+        states: the saved state of each part, by name.
         arranged: what arrangement() returned when the states were saved.
 
     Returns:
-        The states and the arrangement, without these groups. The given dicts stay as they are, and tensors are not
-        copied.
+        New states and a new arrangement. Tensors are not copied.
     """
     now = arrangement(parts)["groups"]
     states, groups = {**states}, {**arranged["groups"]}
@@ -269,12 +267,13 @@ def _load_optimizer(
     Args:
         optimizer: the optimizer.
         state: its saved state dict.
-        saved: for each saved group, the names of its weights; "" for a weight in no network among the parts.
+        saved: for each saved group, the names of its weights; "" for a weight that was in no network.
         weights: the networks' weights now, by name.
 
     Raises:
-        KeyError: The groups differ from the saved ones, and a saved name is not in `weights`.
-        ValueError: The groups differ from the saved ones, and a saved name is ""; or load_state_dict refuses the state.
+        KeyError: The groups differ from the saved groups, and a saved name is not in `weights`.
+        ValueError: The groups differ from the saved groups, and a saved name is "". Or load_state_dict refuses the
+            state.
     """
     groups = optimizer.param_groups
     options = [*groups]

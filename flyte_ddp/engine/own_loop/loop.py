@@ -131,9 +131,9 @@ class Loop:
     def batches(self, data: Any) -> TrainSteps:
         """Return an iterable of this rank's part of each global batch, shuffled in each epoch; a collective.
 
-        Iterate over it once in each epoch of loop.epochs. Each batch is a training step. A resumed training begins with
-        the step that comes next. A global batch has settings.batch_size samples. The last samples of an epoch that do
-        not fill one are left out, because DistributedDataParallel needs as many samples on each rank.
+        Iterate over it once in each epoch of loop.epochs. Each batch is a training step. A resumed epoch begins with
+        its next step. A global batch has settings.batch_size samples. An epoch leaves out the last samples if they do
+        not fill a batch, because DistributedDataParallel needs as many samples on each rank.
 
         Args:
             data: the training data: arrays, a Dataset or Blocks, like what Recipe.data returns.
@@ -144,15 +144,24 @@ class Loop:
 
         Raises:
             InputError: The data are invalid or differ between ranks. Or batch_size is larger than the data, or not a
-                multiple of the number of ranks (or of virtual_ranks).
+                multiple of the number of ranks or, with virtual ranks, of virtual_ranks.
         """
         return TrainSteps(self._split(data, "train"), self.settings, self._environment, self._state)
 
     def evaluation(self, data: Any) -> Evaluation:
-        """Return an iterable of this rank's part of each batch of the data; a collective, and so is iterating over it.
+        """Return an iterable of this rank's part of each batch of the data; a collective, as is iterating over it.
 
-        A batch has settings.test_batch_size samples of all ranks together. Each sample comes once, whatever the number
-        of ranks. With virtual ranks each part of a batch comes by itself.
+        A batch has settings.test_batch_size samples over all ranks. Each sample comes once, on one rank. So a rank may
+        get fewer parts than others, or none. With virtual ranks, each part of a batch comes by itself.
+
+        Args:
+            data: the data to evaluate on: arrays, a Dataset or Blocks, like what Recipe.data returns.
+
+        Returns:
+            An iterable of samples on the rank's device. It can be iterated over any number of times.
+
+        Raises:
+            InputError: The data are invalid or differ between ranks.
         """
         split = self._split(data, "test")
         return Evaluation(split, self.settings, self._environment, self._link, self._state)
@@ -205,18 +214,16 @@ class Loop:
     ) -> Iterator[int]:
         """Yield the number, from 0, of each epoch that is still to be trained; a collective.
 
-        Call loop.batches and loop.keep before it. After each epoch, the epoch's evaluation is recorded and a checkpoint
-        is written. If a stop was requested, the training ends there.
+        Call loop.batches and loop.keep before it. The first epoch is 0, or the one in which a restored checkpoint goes
+        on. After each epoch, the loop records what loop.evaluated was given, and writes a checkpoint. If a stop was
+        requested, the training ends there.
 
-        Without `best`, what loop.evaluated is given in an epoch counts as measures of the test split, and the last
-        epoch's weights stay. With `best`, it counts as measures of a validation split: settings.patience and
-        options.keep_best go by the headline, and after the last epoch the network gets the weights of the epoch with
-        the best headline.
+        Without `best`, an epoch's evaluation counts as the test split's, and the training returns the last epoch's
+        weights.
 
-        Either way, what loop.evaluated is given after the last epoch counts as the test split's measures.
-
-        If loop.keep has restored a checkpoint, the first epoch is the one with which the checkpoint goes on; otherwise
-        it is 0. With settings.patience, the epochs may end early.
+        With `best`, an epoch's evaluation counts as a validation split's, and the training returns the weights of the
+        epoch with the best headline. settings.patience, which may end the epochs early, and options.keep_best go by the
+        headline. An evaluation after the last epoch counts as the test split's.
 
         Args:
             headline: the name of the measure that the training is judged by.
@@ -224,8 +231,9 @@ class Loop:
             best: which headline is the best, "highest" or "lowest"; "" to return the last epoch's weights.
 
         Raises:
-            InputError: A setting or option needs `best`, `best` is another word, loop.batches or loop.keep has not been
-                called, or an epoch has no evaluation with the headline.
+            InputError: `best` is another word, or is missing although a setting or option needs it. loop.batches or
+                loop.keep has not been called. An epoch has no evaluation with the headline. Or ranks do different
+                things.
             RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
             NonFiniteError: A measure of a step, or a weight, is not finite.
             StopRequested: A rank was asked to stop; a checkpoint was written.
@@ -253,28 +261,30 @@ class Loop:
         state.load_best_epoch()
 
     def backward(self, batch: Any, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """Compute the gradients of loss_of(batch), and return that loss; call it in place of loss.backward().
+        """Compute the gradients of loss_of(batch), and return that loss; a collective, in place of loss.backward().
 
-        The gradients are added to those that the weights already have. The global random generators are seeded before
-        loss_of for this rank or part, and afterwards alike on all ranks.
+        The gradients are added to those that the weights already have.
 
         Without virtual ranks, loss_of is called once, and DistributedDataParallel averages the gradients of all ranks.
-        With settings.virtual_ranks the method is a collective: loss_of is called for each part of the batch, maybe
-        several times, and loss and gradients are the mean of all parts of all ranks, with the same bits on any number
-        of ranks.
+
+        With settings.virtual_ranks, loss_of is called for each of this rank's parts of the batch, maybe several times.
+        Loss and gradients are the means over all parts of all ranks, with the same bits on any number of ranks.
+
+        Before each call of loss_of, the global random generators are seeded for this rank or part. Afterwards they are
+        seeded alike on all ranks.
 
         Args:
             batch: a batch of loop.batches.
-            loss_of: loss_of(batch) returns the mean loss of the samples, a tensor without dimensions. With virtual
-                ranks it gets the samples of a part.
+            loss_of: is called with the samples of the batch, or with virtual ranks of a part, and returns their mean
+                loss, a tensor without dimensions.
 
         Returns:
             The loss, (), detached: of this rank's samples, or with virtual ranks of the global batch.
 
         Raises:
-            InputError: With virtual ranks, loop.wrap has not been called, loss_of returns no loss or changes a weight,
-                other weights require a gradient than at loop.wrap, or ranks do different things. Or, in an audited
-                step, gradients of the same samples have other bits each time that a rank computes them.
+            InputError: Ranks do different things. Or, with virtual ranks, loop.wrap has not been called, loss_of
+                returns no loss or changes a weight, or other weights require a gradient than at loop.wrap. Or, in an
+                audited step, gradients of the same samples have other bits each time that a rank computes them.
             WrongBitsError: In an audited step, ranks compute other bits from the same samples.
         """
         state = self._state
@@ -295,10 +305,10 @@ class Loop:
     def log(self, **measures: Number) -> None:
         """Log this step's "loss" and other measures; call it once in each step, on every rank.
 
-        A log line has each measure's mean over all ranks, which count equally, and over the steps since the last line.
-        The measure "tokens" is the number of tokens in this rank's batch, from which tokens per second follow.
+        A log line has each measure's mean over the ranks, which count equally, and over the steps since the line
+        before. A measure named "tokens" is the number of tokens in this rank's batch: tokens per second follow from it.
 
-        The ranks exchange the values at the end of the step. If one is not finite, the end of this step or a later one
+        The ranks exchange the values at the end of the step. If a value is not finite, the end of this or a later step
         raises NonFiniteError, before a checkpoint is written. A second call in a step replaces the first. The host
         waits for a GPU only if a tensor on the CPU is logged.
 
@@ -347,9 +357,9 @@ class Loop:
     def evaluated(self, **measures: Number | tuple[Number, Number]) -> dict[str, float]:
         """Record this epoch's evaluation over all ranks' samples, and return its measures; a collective.
 
-        Call this on every rank, once in each epoch, after iterating over loop.evaluation. The measures are those that
-        loop.measured has summed since the last call, and those that are given here. After the last epoch, the call
-        records the measures of the test split.
+        Call this on every rank, once in each epoch, after iterating over loop.evaluation. The measures are those of
+        loop.measured since the last call of loop.evaluated, and those that this call is given. A call after the last
+        epoch records the measures of the test split.
 
         A measure is the sum of all ranks' values, divided by the sum of all ranks' weights. If all ranks give this call
         the same value and weight, the measure is exactly that value divided by that weight, on any number of ranks.

@@ -45,18 +45,16 @@ class Optimizers:
             if weight.grad is not None:
                 self._stepped_by[weight.grad] = version(weight.grad)
 
-    def pending(self, of_idle_only: bool = False) -> dict[int, Tensor]:
-        """Return the gradients that no optimizer has stepped by yet, or that have changed since the optimizer's step.
+    def pending(self, only_idle: bool = False) -> dict[int, Tensor]:
+        """Return the gradients that no optimizer has applied since they last changed.
 
         Args:
-            of_idle_only: whether to return only gradients of optimizers that have not stepped in this training step.
-                After its optimizer has stepped, a weight may get a gradient that is set to zero before the next step:
-                in a GAN, one network's loss also reaches the weights of the other.
+            only_idle: whether to leave out gradients of optimizers that have stepped in this training step.
 
         Returns:
-            The gradients, detached but not copied, by the position of their weight in weights().
+            The gradients, detached but not copied, by the index of their weight in weights().
         """
-        left_out = {id(weight) for weight in list_weights(self._stepped if of_idle_only else [])}
+        left_out = {id(weight) for weight in list_weights(self._stepped if only_idle else [])}
         gradients = {number: weight.grad for number, weight in enumerate(self.weights()) if id(weight) not in left_out}
         return {
             number: gradient.detach()
@@ -75,10 +73,9 @@ class Optimizers:
         return list_weights(self._now())
 
     def _now(self) -> list[Optimizer]:
-        """Return the optimizers among the parts that __init__ was given, in the parts' attributes and in lists there.
+        """Return the optimizers that are parts of loop.keep, attributes of such parts, or in a list in an attribute.
 
-        The attributes of learning-rate schedules are left out, because a schedule does not save its optimizer. An
-        optimizer may be listed twice.
+        Attributes of learning-rate schedules are left out. An optimizer may be listed twice.
         """
         parts = [*self._parts.values()]
         # A schedule has its optimizer, but does not keep it
@@ -103,22 +100,22 @@ class PendingGradients:
         self._waited, self.has_given_up = 0, False
 
     def wait(self) -> bool:
-        """Return whether a checkpoint has to wait because gradients differ between ranks; a collective.
+        """Return whether a checkpoint has to wait because unapplied gradients differ between ranks; a collective.
 
-        A checkpoint stores one copy, for all ranks, of each gradient that no optimizer has stepped by. So these
-        gradients must be the same on all ranks. If some differ, those of weights whose optimizer has stepped in this
-        training step are left out, and the others are compared again.
+        A checkpoint stores one copy of these gradients for all ranks. If they differ, the ranks compare them once more
+        without those of optimizers that have stepped in this training step.
 
-        The method sets of_weights to the gradients to store, and has_given_up.
+        The method sets of_weights to the gradients to store, and has_given_up:
 
-        Returns:
-            False if one of the two comparisons found no difference; of_weights then has the gradients of that
-            comparison. True if both found a difference; of_weights is then empty. After MOST_WAITED times True in a
-            row, a further difference gives False, too, because these gradients may never be used: of_weights is empty,
-            and has_given_up is True.
+        - If one of the comparisons finds no difference, the result is False. of_weights has the gradients compared.
+        - If both find a difference, the result is True. of_weights is empty.
+        - If both find a difference after MOST_WAITED times True in a row, the result is False. of_weights is empty, and
+          has_given_up is True.
         """
-        for of_idle_only in (False, True):
-            self.of_weights = self._optimizers.pending(of_idle_only)
+        # After its optimizer has stepped, a weight may get a gradient that is set to zero before the next step: in a
+        # GAN, one network's loss also reaches the weights of the other. Hence the second comparison
+        for only_idle in (False, True):
+            self.of_weights = self._optimizers.pending(only_idle)
             if not differ_between_ranks(self.of_weights.values(), self._device):
                 self._waited, self.has_given_up = 0, False
                 return False

@@ -87,7 +87,7 @@ class ExactGradients:
         self._step.watch(networks)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise InputError if the optimizer steps by a gradient of a weight that is not in this network."""
+        """Raise InputError if a weight of the optimizer has a gradient, but is not in this network."""
         ours = {id(weight) for weight in self._weights}
         stepped = [weight for weight in list_weights([optimizer]) if weight.grad is not None]
         others = [tuple(weight.shape) for weight in stepped if id(weight) not in ours]
@@ -101,8 +101,8 @@ class ExactGradients:
         """Compute the gradients of the mean of all parts' losses, and add them to the weights' gradients; a collective.
 
         Each part begins with the same buffers. Afterwards all ranks have the buffers that part 0 has left. The parts
-        are computed once, or twice if the numbers do not fit the units in which gradients are summed, as in the first
-        step. In an audited step one part is computed more often. If a gradient is not finite, all gradients become NaN.
+        are computed once, or twice in the first step and when gradients do not fit the units in which they are summed.
+        In an audited step one part is computed more often. If a gradient is not finite, all gradients become NaN.
 
         Args:
             parts: this rank's parts.
@@ -186,7 +186,8 @@ class _LossStep(Step):
         """Have compute() raise InputError if loss_of changes a weight or buffer of these networks, too.
 
         Args:
-            networks: the networks by name. Tensors that are also in the wrapped network are not added.
+            networks: the networks, by their names for the message. Tensors of the wrapped network are left out: its
+                weights are checked anyway, and its buffers may change.
         """
         own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
         for prefix, network in networks.items():
@@ -196,14 +197,14 @@ class _LossStep(Step):
                     self._places.append((f"{prefix}.{name}", owner, attribute))
 
     def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute a part's mean loss, and return it with its measures in the form that a recipe's measures have.
+        """Compute a part's mean loss by loss_of.
 
         Args:
             batch: the part.
 
         Returns:
-            The loss, (), on which the caller can call backward(); and (2, 1) float64 without a graph: the loss, and
-            below it its weight, 1.
+            The loss, (), on which the caller can call backward(). And the measures, (2, 1) float64 without a graph: the
+            loss and its weight, 1.
 
         Raises:
             InputError: loss_of changes a weight of the wrapped network, or a weight or buffer that watch() was given.

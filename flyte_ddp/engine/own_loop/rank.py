@@ -49,8 +49,8 @@ def run(
     """Call the user's training function on this rank, and return the result of the training; a collective.
 
     The process group must exist already. Rank 0 writes the weights to job.model_path. While the function runs, hooks of
-    torch check the steps of each optimizer of this process. Errors of the function itself are raised unchanged. The
-    message of an InputError gets the line of the user's code that has led to it in front.
+    torch check the steps of each optimizer of this process. The message of an InputError begins with the line of the
+    user's code that has led to it. Other errors of the function are raised unchanged.
 
     Args:
         function: the user's function, which is given the Loop.
@@ -63,9 +63,9 @@ def run(
         The result of the training as this rank knows it.
 
     Raises:
-        InputError: A setting or option is wrong, or has no effect here and is not its default. Or the function does not
-            take one argument, does not train in loop.epochs, gives a method of Loop something without its name, or
-            creates or destroys the process group. Or rank 0 cannot write the weights.
+        InputError: A setting or option is invalid, or is set although a loop of the user's own ignores it. Or the
+            function does not take one argument, does not train in loop.epochs, calls a method of Loop with an argument
+            that lacks its name, or creates or destroys the process group. Or rank 0 cannot write the weights.
         StopRequested: A rank was asked to stop; a checkpoint was written.
         NonFiniteError: A loss or weight is not finite.
         WrongBitsError: With virtual ranks, an audit has found ranks that compute other bits from the same samples.
@@ -120,18 +120,20 @@ def run(
 def finish(state: LoopState, environment: Environment, link: Link, job: Job) -> TrainingResult:
     """Write the weights and return the result, once the user's function has returned; a collective.
 
-    If the function has left the loop over the epochs early, the epoch under way is ended if it was evaluated. If it was
-    not, its last step is ended, and a warning says that the returned weights are unmeasured. A checkpoint that has
-    waited is written. With loop.epochs(best=...), the best epoch's weights are loaded. EpochChosen is emitted then, and
-    after an evaluation of the test split. At last rank 0 writes the weights to job.model_path.
+    The function may have left the loop over the epochs early. If the epoch under way was evaluated, it is ended as
+    usual. Otherwise only its last step is ended, and a warning says that the last weights are unmeasured.
+
+    A checkpoint that was put off is written. With loop.epochs(best=...), the best epoch's weights are loaded.
+    EpochChosen is emitted with `best`, and after an evaluation that followed the last epoch. At last rank 0 writes the
+    weights to job.model_path.
 
     Returns:
         The result as this rank knows it. Its test measures are those of an evaluation after the last epoch, or else of
         the epoch whose weights are returned.
 
     Raises:
-        InputError: The function has not called loop.epochs, an evaluation lacks the headline, or the weights cannot be
-            written. In the last case rank 0 alone raises it.
+        InputError: The function has not called loop.epochs, or an evaluation lacks the headline. Or the weights cannot
+            be written, which rank 0 alone raises.
         NonFiniteError: A measure of a step, or a weight, is not finite.
     """
     progress = state.progress

@@ -116,14 +116,14 @@ class LoopState(Training):
     def start(self, headline: str, percent: tuple[str, ...], precision: str, best: str) -> None:
         """Start the training before its first step, and emit RunStarted; a collective.
 
-        This sets what the steps need: progress.checkpoints and trace, best_tracker if `best` is set, best_models with
-        options.keep_best, and audit with virtual ranks. In a resumed run, best_tracker continues from the checkpoint.
+        This sets what the steps need: trace, progress.checkpoints, best_tracker (with `best`), best_models (with
+        options.keep_best) and audit (with virtual ranks). In a resumed run, best_tracker continues from the checkpoint.
 
         Args:
             headline: the name of the main measure.
             percent: the names of the measures that are shown in per cent.
-            precision: "float32" or "bfloat16"; it is only shown.
-            best: "highest" or "lowest", whichever headline is the best; "" if there is no validation split.
+            precision: "float32" or "bfloat16", to be shown.
+            best: which headline is the best, "highest" or "lowest"; "" if there is no validation split.
 
         Raises:
             InputError: loop.batches or loop.keep has not been called.
@@ -192,13 +192,11 @@ class LoopState(Training):
     def begin_step(self, shares: Sequence[Batch]) -> None:
         """Prepare for a step, right before the user's code gets the step's batch.
 
-        This sets step_seed, is_stepping and backward_calls, and stores the learning rate for the log. The state that
-        end_step() has kept is dropped: from now on, a stop in an evaluation could not save that state. If the step is
-        traced, the weights are digested; without virtual ranks, so are this rank's batch and the outputs of its
-        modules.
+        This sets step_seed, is_stepping and backward_calls, stores the learning rate for the log, and begins the step's
+        trace. It drops the state that end_step() has kept for a stop in the evaluation.
 
         Args:
-            shares: this rank's samples of the step.
+            shares: this rank's samples of the step; with virtual ranks a batch for each of its parts, otherwise one.
         """
         self.is_stepping = True
         self._can_leave, self._last_step = False, None
@@ -224,8 +222,8 @@ class LoopState(Training):
             *_: torch's further arguments, which are ignored.
 
         Raises:
-            InputError: loop.keep was not given the optimizer, the step is outside of a loop over loop.batches, or with
-                virtual ranks a weight with a gradient is not in the wrapped network.
+            InputError: loop.keep was not given the optimizer, or the optimizer steps outside of a loop over
+                loop.batches. Or, with virtual ranks, one of its weights with a gradient is not in the wrapped network.
         """
         if not self.optimizers.have(optimizer):
             kind = type(optimizer).__name__
@@ -250,9 +248,10 @@ class LoopState(Training):
     def end_step(self, is_left: bool = False) -> None:
         """End a step: sum its logged measures over all ranks, log, and obey requests to save or stop; a collective.
 
-        The loop calls this when the user's code asks for the next batch or has left the loop. Without virtual ranks,
-        all ranks get rank 0's buffers. The count of steps grows by 1. After an epoch's last step, the state is kept, so
-        that a stop during the evaluation can save it.
+        The loop calls this when the user's code asks for the next batch or has left the loop. A log line
+        comes every settings.log_interval steps, and at the epoch's end. progress.step grows by 1. Without virtual
+        ranks, all ranks get rank 0's buffers. After an epoch's last step, the state is kept for a stop during the
+        evaluation.
 
         Args:
             is_left: whether the user's code has left the loop over the batches at this step. Then requests to save or
@@ -261,9 +260,9 @@ class LoopState(Training):
         Raises:
             InputError: The step has logged nothing, loop.measured was called without loop.evaluated after it, or ranks
                 do different things.
-            StopRequested: A rank was asked to stop; a checkpoint was written before.
-            NonFiniteError: A measure of this step or an earlier one is not finite, or a weight, as is checked before a
-                checkpoint; the checkpoint was not written.
+            StopRequested: A rank was asked to stop; a checkpoint was written.
+            NonFiniteError: A measure of this or an earlier step is not finite. Or a weight is not finite when a
+                checkpoint is due, which is not written then.
         """
         progress = self.progress
         progress.clock.lap(StepPart.COMPUTING)
@@ -301,11 +300,11 @@ class LoopState(Training):
                 )
 
     def leave_evaluation(self) -> None:
-        """Stop in the middle of an evaluation, and save the state after the last training step; a collective.
+        """Save the state after the last training step, and stop in the middle of an evaluation; a collective.
 
-        Call it once all ranks have agreed to stop. If that state can't be saved, the method returns without a stop, and
-        the evaluation goes on. This is so if the user's code has changed a weight since the step, or if a checkpoint
-        has to wait for gradients. Rank 0 decides for all ranks.
+        Call it once all ranks have agreed to stop. If the state cannot be saved, the method returns, and the evaluation
+        must go on. This is so if that step was not its epoch's last, if the user's code has changed a weight since, or
+        if a checkpoint has to wait for gradients. Rank 0 decides for all ranks.
 
         Raises:
             StopRequested: The training stops. A checkpoint was written, unless the last one has this state already.
@@ -340,12 +339,12 @@ class LoopState(Training):
         return NonFiniteError.in_step("loss", bad, self.progress.epoch, step)
 
     def compare_between_ranks(self) -> None:
-        """Check that weights are finite, and warn of those that differ between ranks; a collective.
+        """Check that trained weights are finite, and warn if weights differ between ranks; a collective.
 
-        Buffers may differ, because those of rank 0 count.
+        Buffers are not looked at.
 
         Raises:
-            NonFiniteError: A weight that is trained is not finite. All ranks raise it.
+            NonFiniteError: A trained weight is not finite. All ranks raise it.
         """
         own = chain(*(network.parameters() for network in self.wrapped), self.optimizers.weights())
         weights = {id(weight): weight for weight in own}.values()
@@ -359,13 +358,13 @@ class LoopState(Training):
     def end_epoch(self, is_left: bool = False) -> None:
         """Record the epoch's evaluation, write a checkpoint, and go on to the next epoch; a collective.
 
-        If the user's code has left the loop over the batches after loop.log, that step is ended first. With
-        loop.epochs(best=...), the weights are copied if they are the best so far, and with options.keep_best written to
-        a file if they are among the best. A warning says if the weights differ between ranks, or if they have been
-        changed by later steps than the evaluation's.
+        If the user's code has left the loop over the batches after loop.log, the step under way is ended first. With
+        loop.epochs(best=...), the best weights so far are copied. With options.keep_best, weights among the best are
+        written to a file. There is a warning if weights differ between ranks, or if steps after the evaluation have
+        changed them.
 
-        While ranks hold different gradients that no optimizer has applied yet, the checkpoint is put off, and so is a
-        stop: end_step() does both in a later step. After the last epoch the checkpoint is written all the same.
+        While unapplied gradients differ between ranks, the checkpoint and a stop are put off: end_step() does both in a
+        later step. After the last epoch the checkpoint is written all the same.
 
         Args:
             is_left: whether the user's code has left the loop over the epochs. Then a requested stop is not obeyed,
@@ -439,8 +438,7 @@ class LoopState(Training):
     def load_best_epoch(self) -> None:
         """Load the best epoch's weights into the network, and set is_over: later evaluations count as the test split's.
 
-        Without a best_tracker the last epoch's weights stay. The same weights stay, with a warning, if the headline has
-        never been finite.
+        The last epoch's weights stay if there is no best_tracker or, with a warning, if the headline was never finite.
         """
         self.is_over = True
         tracker = self.best_tracker
@@ -474,8 +472,8 @@ class LoopState(Training):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs, for a checkpoint.
 
-        It has the content of the parts, the progress, the epoch's evaluation, the units of virtual ranks' sums, and the
-        choice of the best epoch. The tensors are the training's own, so the next step changes them.
+        The result has all that loop.keep was given, the progress, the epoch's evaluation, the choice of the best epoch
+        and, with virtual ranks, the units of gradients. Tensors are not copied, so the next step changes them.
         """
         return {
             **self.parts.state_dict(),
@@ -487,11 +485,10 @@ class LoopState(Training):
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's state, and copy its tensors.
+        """Restore the training from a checkpoint's state, whose tensors are copied.
 
-        It has all that loop.keep was given, the progress, the epoch's evaluation and the choice of the best epoch. A
-        checkpoint from between epochs is restored whole. From within an epoch, gradients and parameter groups that
-        the user's code adds later are left out: the state is kept until put_back() restores them.
+        If the checkpoint was written within an epoch, this leaves out gradients, and parameter groups that the user's
+        code has yet to add. put_back() restores them later.
 
         Args:
             saved: what state_dict() has returned.
@@ -512,8 +509,8 @@ class LoopState(Training):
     def put_back(self) -> None:
         """Restore networks, optimizers, schedules, gradients and the evaluation once more after a resume in an epoch.
 
-        The method is called when the steps of the resumed epoch begin, because the user's code before them has run
-        again. It does nothing after its first call, or without such a resume.
+        Call this before the first step of each epoch: after a resume, the user's code before the steps has run again.
+        The method does nothing after its first call, or without a resume within an epoch.
 
         Raises:
             InputError: The state does not fit what loop.keep was given.

@@ -36,7 +36,7 @@ class Unsaved:
         self._buffers_after_first: dict[str, tuple[torch.Size, int]] = {}
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Check, after an optimizer's second step, that a checkpoint has all that a resume needs of it.
+        """Check, after an optimizer's second step, that a checkpoint has all that its resume needs.
 
         torch calls it as a hook after each step of any optimizer. After an optimizer's first step the method records
         attributes and buffers to compare with. Later steps check nothing.
@@ -48,7 +48,7 @@ class Unsaved:
         Raises:
             InputError: A resume would lose something:
 
-                - loop.keep was not given a schedule of this optimizer, or nothing with one of its weights.
+                - loop.keep lacks a schedule of this optimizer, or one of its weights.
                 - The second step has changed a buffer that no state_dict has, or an attribute of the optimizer that its
                   state_dict lacks.
                 - The optimizer's state_dict lacks the state of another optimizer that it holds.
@@ -68,10 +68,9 @@ class Unsaved:
         self._check_shapes()
 
     def _check_shapes(self) -> None:
-        """Raise InputError if a network has got buffers since loop.keep that a resume could not load.
+        """Raise InputError if a resume could not load a buffer that is new, or has another shape than at loop.keep.
 
-        These are new buffers, and buffers with another shape than at loop.keep. They are tried in a copy of the
-        network, because some layers can load them, such as torch's observers of quantization.
+        Loading is tried in a copy of the network: some layers, such as torch's observers of quantization, can do it.
         """
         for part, now in self._parts.shapes().items():
             network = self._parts[part]
@@ -111,8 +110,7 @@ class Unsaved:
     def _unsaved_buffers(self) -> dict[str, tuple[torch.Size, int]]:
         """Return the shape and digest of each buffer that is missing in the state_dict of its network.
 
-        The networks are those that loop.keep was given. A buffer's key is "PART.BUFFER": the network's name in
-        loop.keep, and the buffer's name in the network.
+        The keys are names such as "model.norm.scale", which begin with the network's name in loop.keep.
         """
         found: dict[str, tuple[torch.Size, int]] = {}
         for prefix, part in self._parts.items():
@@ -127,8 +125,8 @@ class Unsaved:
     def _check_schedules(self, optimizer: Optimizer) -> None:
         """Raise InputError if a live learning-rate schedule of the optimizer is in none of the parts of loop.keep.
 
-        A schedule counts as kept if it is a part, is in an attribute of one, or is in an attribute of such an object.
-        All live objects of the process are looked through.
+        A schedule counts as kept if it is a part, an attribute of a part, or an attribute of such an attribute. Lists
+        and dicts in attributes count, too. All live objects of the process are looked through.
         """
         kept = [*self._parts.values()]
         for _ in range(2):  # a schedule may be in a part, and in another schedule there
@@ -147,9 +145,9 @@ class Unsaved:
     def _check_state(self, optimizer: Optimizer) -> None:
         """Raise InputError if the optimizer's state_dict lacks a number or tensor that its second step has changed.
 
-        Compared are the optimizer's own attributes, now and as after_step() has recorded them after the first step. If
-        an attribute holds an inner optimizer that loop.keep was not given, the state_dict must have the inner one's
-        state, too. Call this method once, after the second step: it removes the record.
+        The method compares the optimizer's attributes with those that after_step() recorded after the first step. If an
+        attribute holds another optimizer, which loop.keep was not given, the state_dict must have the state of that
+        one, too. Call this once, after the second step: the record is removed.
         """
         kind = type(optimizer).__name__
         before, now = self._after_first.pop(id(optimizer)), numbers_outside_state(optimizer)
@@ -175,8 +173,8 @@ class Unsaved:
     def _check_weights(self, optimizer: Optimizer) -> None:
         """Raise InputError if a weight that the optimizer changes is in none of the parts of loop.keep.
 
-        A weight counts as kept if it is a parameter of a network among the parts, or if the state of another part that
-        is no optimizer has an equal tensor.
+        A weight counts as kept if it is a parameter of a network among the parts, or if the state of a part that is
+        neither network nor optimizer has an equal tensor.
         """
         networks = [part for part in self._parts.values() if isinstance(part, nn.Module)]
         found = {*map(id, chain.from_iterable(network.parameters() for network in networks))}
