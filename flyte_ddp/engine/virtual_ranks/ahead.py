@@ -48,19 +48,17 @@ class Ahead:
     def add_up_gradients(
         self, number: int, backward: Callable[[], None], buffers: BufferCopy, sums: StepSums
     ) -> Totals:
-        """Store for go_back() what the step changes, and add up its gradients without waiting for the device.
-
-        The gradients are added up by ExactStep.add_up_ahead(). This is a collective.
+        """Add up a step's gradients without waiting for the device, and store what go_back() needs; a collective.
 
         Args:
             number: the number of the step in the whole training, from 0.
-            backward: runs forward and backward passes of the rank's parts.
+            backward: runs the forward and backward passes of the rank's parts.
             buffers: a copy of the network's buffers from before the step.
             sums: the progress' sums, to which the step is not added yet.
 
         Returns:
-            The sums over all ranks. All norms are NaN if the gradients are not final: then the step must be taken
-            again, after go_back().
+            The sums of measures and requests over all ranks, and the norms of the summed gradients. All norms are NaN
+            if the gradients are not final: then call go_back(), and take the step again.
         """
         self._before[number] = Before(buffers, self._step.grid, sums.values.clone())
         while len(self._before) > sums.readback.behind + 2:  # the host knows of earlier ones that they were final
@@ -70,14 +68,14 @@ class Ahead:
     def go_back(self, number: int, sums: StepSums) -> bool:
         """Restore the buffers, the units of ExactStep and the progress' sums as they were before a step.
 
-        In this step and the WAITS steps after it, may() returns False, so the host waits for the device.
+        Afterwards, may() returns False for this step and the WAITS steps after it.
 
         Args:
             number: the number of the step in the whole training, from 0.
             sums: the progress' sums, which are overwritten.
 
         Returns:
-            False, without any change, if the host was not ahead in this step.
+            True; or False, without any change, if the host was not ahead in this step.
         """
         before = self._before.get(number)
         if not before:

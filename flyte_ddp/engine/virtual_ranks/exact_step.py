@@ -69,11 +69,11 @@ class ExactStep(SingleStep):
         """Make the buckets for sums of gradients, hook the weights, and broadcast rank 0's network; a collective.
 
         A bucket is a piece of memory for the gradients of several weights. The hooks call _arrived() for each gradient.
-        Weights and buffers of the other ranks are overwritten by rank 0's.
+        All ranks get rank 0's weights and buffers.
 
         Args:
-            virtual_ranks: the number of parts of a batch, so of the gradients in each sum.
-            more: how many further int32 numbers the last bucket carries.
+            virtual_ranks: the number of parts of a batch, and so of addends in each sum.
+            more: how many int32 numbers the last bucket carries besides its gradients.
         """
         step = self.module
         self._weights = group_tensors(step.trainable)
@@ -93,17 +93,17 @@ class ExactStep(SingleStep):
     def forward(self, batch: Batch, requests: tuple[bool, bool], is_last: bool) -> Tensor:
         """Compute the loss of one of the rank's parts of the batch, and add its measures to those of the step.
 
-        The measures of borrowed samples are not added: they belong to another part.
+        The measures of a borrowed part are not added: it is a copy of samples that belong to another part.
 
         Args:
             batch: the part.
             requests: whether this rank asks to stop, and whether it asks for a checkpoint. Only the requests of the
                 rank's last part count.
-            is_last: whether this is the rank's last part. If so, its backward pass sends the buckets, except within
-                compute_gradient_digest().
+            is_last: whether this is the rank's last part. If so, its backward pass sends the buckets of gradients to
+                the other ranks, except within compute_gradient_digest().
 
         Returns:
-            (), the sum over the samples of the measure that is trained. The caller calls backward() on it.
+            The sum over the samples of the measure to minimise, (). The caller calls backward() on it.
         """
         self._part = -1 if batch.share.borrowed else batch.share.part
         trained, measured = self.module.compute(batch)
@@ -146,8 +146,8 @@ class ExactStep(SingleStep):
         not finite, all gradients become NaN. The host waits for the device.
 
         Args:
-            backward: runs the forward and backward passes of the rank's parts, from gradients of 0. It is called a
-                second time if there are no units yet, as in the first step, or if they don't fit.
+            backward: runs the forward and backward passes of the rank's parts. It is called a second time if there are
+                no units yet, as in the first step, or if they don't fit. Gradients must be 0 before (zero_grad()).
             call: the number of this call within the step, from 0. Each call has units of its own, as each loss of a GAN
                 needs.
 
@@ -189,16 +189,21 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def add_up_ahead(self, backward: Callable[[], None]) -> Totals:
-        """Do as add_up_gradients(), without waiting for the device, in a step that adds up once; a collective.
+        """Add gradients up as add_up_gradients() does, but without waiting for the device; a collective.
 
-        The device alone finds out whether the sum is final. `backward` is called once.
+        Call it once in a step, and only if knows_units is True. The units for the next step are replaced, even if the
+        sum is not final.
 
-        Call it only if knows_units is True. The units for the next step are replaced, also if the sum is not final.
+        Args:
+            backward: runs the forward and backward passes of the rank's parts. It is called once.
 
         Returns:
             The same as add_up_gradients(). All norms are NaN if the sum is not final: the units do not fit, a gradient
-            is not finite, or no part has used some weight. The step must then be taken again by add_up_gradients(),
-            with the `grid` from before.
+            is not finite, or no part has used some weight. Then restore the earlier units, `grid`, and take the step
+            again by add_up_gradients().
+
+        Raises:
+            InputError: As add_up_gradients().
         """
         self._units.use(self._exponents[0])
         self._sum(backward)
@@ -221,11 +226,11 @@ class ExactStep(SingleStep):
         return torch_compat.norms(list_gradients(self.module))
 
     def finish_part(self, is_last: bool) -> None:
-        """Add the gradients of a part of the batch, whose backward pass is over, to this rank's sums.
+        """Add the gradients of a part of the batch to this rank's sums, after the part's backward pass.
 
-        After the rank's last part, the buckets of gradients that are left are sent to the other ranks. After any other
-        part, the gradients are set to zero. Within compute_gradient_digest() the gradients are only digested, and set
-        to zero.
+        - After the rank's last part, the buckets that are not sent yet are sent to the other ranks.
+        - After any other part, the gradients are set to zero.
+        - Within compute_gradient_digest(), the gradients are only digested, and set to zero.
 
         Args:
             is_last: whether this is the rank's last part in the step.
@@ -246,17 +251,16 @@ class ExactStep(SingleStep):
     def _arrived(self, number: int, place: int, *_: Any) -> None:
         """Record that a weight's gradient is complete in this backward pass, and send the buckets that are complete.
 
-        Torch calls this method as a hook, once for each weight and backward pass. Buckets are sent in the order of
-        their numbers, and only during the rank's last part of the batch. If a hook or an optimizer's zero_grad() has
-        replaced the weight's gradient tensor, its values are copied into the bucket.
+        Torch calls this as a hook, once for each weight and backward pass. Buckets are sent in their order, and only
+        during the rank's last part of the batch. If a hook or an optimizer's zero_grad() has replaced the weight's
+        gradient tensor, the new tensor's values are copied into the bucket.
 
         Args:
-            number: the number of the weight's bucket.
-            place: the weight's place in that bucket.
+            number: the index of the weight's bucket.
+            place: the index of the weight in that bucket.
 
         Raises:
-            InputError: The weight's gradient came twice in one backward pass, or after its bucket was sent. The sum
-                would lack a part of the gradient.
+            InputError: The weight's gradient came twice in one backward pass, or after its bucket was sent.
         """
         weight, view = self._weights[number][place], self._buckets[number].views[place]
         arrived = self._in_part[number]
@@ -283,13 +287,13 @@ class ExactStep(SingleStep):
         return len(self._in_part[number]) == len(self._weights[number])
 
     def _send(self, end: int) -> None:
-        """Add this part's gradients to the sums of the buckets before `end`, and start the buckets' all-reduces.
+        """Add this part's gradients to the sums of buckets, and start all-reduces of these buckets.
 
-        Buckets that are sent already are skipped. The method does not wait for the all-reduces. All ranks send the
-        buckets in the same order. Each bucket also carries what _fill_in() writes.
+        They are the buckets from self._next to `end`, exclusive. The method does not wait for the all-reduces. Each
+        bucket also carries what _fill_in() writes.
 
         Args:
-            end: the first bucket that is not sent; self._next is set to it.
+            end: the index of the first bucket that is not sent; self._next is set to it.
         """
         for number in range(self._next, end):
             self._add(number)
@@ -303,6 +307,9 @@ class ExactStep(SingleStep):
         Each bucket carries a 1 for each of its weights that a part of this rank has used, and a 0 for the others. The
         last bucket also carries this rank's requests to stop and to save, the bits of its parts' measures, and numbers
         that say whether the gradients fit their units (Units.write_words).
+
+        Args:
+            number: the bucket's index.
         """
         bucket = self._buckets[number]
         used = self._used[number]
@@ -328,10 +335,13 @@ class ExactStep(SingleStep):
 
     @contextmanager
     def watching(self, part: int) -> Iterator[None]:
-        """Store digests of the gradients of one part of the batch in `seen`, if this rank computes it within the block.
+        """Store a digest of each bucket's gradients in `seen` when one part of the batch is computed in the block.
 
-        At the beginning `seen` is set to 0; it has one digest for each bucket of gradients. On ranks that don't compute
-        the part, it is still 0 after the block. If the part is computed twice, the second digests stay.
+        Use this as a context manager. `seen` is set to 0 at the beginning, and stays 0 on ranks that don't compute the
+        part. If the part is computed twice, the second digests stay.
+
+        Args:
+            part: the number of the part among all parts of the batch.
         """
         self.seen.zero_()
         self._watched = part
@@ -342,10 +352,10 @@ class ExactStep(SingleStep):
 
     @torch_compat.only_deterministic()
     def compute_gradient_digest(self, part: int, backward: Callable[[], None]) -> Tensor:
-        """Run backward, and return a digest of the gradients of one part of the batch; not a collective.
+        """Run backward(), and return a digest of the gradients of one part of the batch; not a collective.
 
-        An audit calls the method before the step's add_up_gradients(). The gradients are set to zero afterwards.
-        Neither they nor the measures of the forward passes count in the step.
+        An audit calls this before the step's add_up_gradients(). The gradients and measures computed here do not count
+        in the step; the gradients are set to zero.
 
         Args:
             part: the number of the part among all parts of the batch.
@@ -366,7 +376,7 @@ class ExactStep(SingleStep):
         return self.seen.sum()
 
     def _sum(self, backward: Callable[[], None]) -> None:
-        """Run the backward passes of the rank's parts, and wait for the buckets' sums over all ranks; a collective.
+        """Run backward() for the rank's parts, and wait for the buckets' sums over all ranks; a collective.
 
         The buckets then hold the sums as int32 numbers, not yet as gradients. Measures and sums of an earlier call are
         dropped. The gradients must be zero at the beginning.
@@ -390,9 +400,9 @@ class ExactStep(SingleStep):
 
     @grid.setter
     def grid(self, exponents: Tensor | None) -> None:
-        """Set the units; with None, or exponents of another network, the next step finds them by computing twice.
+        """Set the exponents of the next step's units, which may be on another device, such as those of a checkpoint.
 
-        Exponents may be on another device, such as those of a checkpoint, and are moved to the step's.
+        If they are None, or of another network, the next step finds units by computing twice.
         """
         own = self._units.exponents
         is_fit = exponents is not None and exponents.shape[1:] == own.shape

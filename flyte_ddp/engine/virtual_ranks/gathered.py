@@ -50,16 +50,14 @@ class Gathered(NamedTuple):
     gradients: Tensor | None = None
 
     def with_known_rows(self, part: Batch) -> Batch:
-        """Return a copy of the part in which all_gather() returns the rows of the whole batch.
+        """Return a copy of the part for which all_gather() returns the rows of the whole batch, without an exchange.
 
-        The copy allows one call of all_gather(); a second call raises InputError.
+        all_gather() can be called once for the copy; a second call raises InputError. In the backward pass, the
+        gradient of all_gather()'s result is ignored. The gradient of its argument is:
 
-        If this object has gradients, the backward pass gives them to the argument of all_gather(): the known gradients
-        of this part's own rows, or zeros if the part's samples are borrowed from another part. The gradient that
-        arrives at all_gather()'s result is ignored.
-
-        If this object has no gradients, as in evaluation or for rows of integers, the result of all_gather() is not
-        connected to its argument.
+        - Usually that of this part's rows in this object's gradients.
+        - Zero, if the part's samples are borrowed from another part.
+        - None, if this object has no gradients, as in evaluation or for rows of integers.
         """
         own = slice(part.share.first, part.share.first + part.share.count)
         left = [self]
@@ -138,23 +136,23 @@ def compute_rows(
 ) -> tuple[list[Seen], Tensor | None]:
     """Compute the outputs of the rank's parts, and gather the rows that measure() passes to all_gather(); a collective.
 
-    In this pass, all_gather() ends measure() by an exception as soon as it has the part's rows. The random generators
-    are seeded for each part, and stay as the last part leaves them. `recipe.share` is changed.
+    measure() runs only up to all_gather(), which raises an exception here. The random generators are seeded for each
+    part, and stay as the last part leaves them. `recipe.share` is changed.
 
     Args:
         recipe: the recipe.
         forward: returns the outputs of a part.
-        measure: gets copies of a part's outputs and of the part, which it may change.
+        measure: is called with a part's outputs and the part. It gets copies, which it may change.
         parts: the rank's parts of the batch.
         begin: is called before each part, to restore the network's buffers.
 
     Returns:
-        Two values. A Seen for each of the rank's parts, with its outputs, detached, and the generators' states after
+        Two values. A Seen for each of the rank's parts: its outputs, detached, and the generators' states after
         forward. And the rows of all parts of all ranks, (N, ...), or None if measure() does not call all_gather().
 
     Raises:
-        InputError: forward calls all_gather(), which only the ranks raise that see it. Or measure() calls it for some
-            parts only, which all ranks raise.
+        InputError: forward calls all_gather(): the ranks that see it raise this. Or measure() calls all_gather() for
+            some parts only: all ranks raise this.
     """
     seen = list[Seen]()
     own = list[Tensor]()
@@ -210,18 +208,18 @@ def gather_by_part(
     parts: Sequence[Batch],
     begin: Callable[[], None],
 ) -> Gathered | None:
-    """Compute the rows that all_gather() returns in a step, and the gradients of all losses for them; a collective.
+    """Compute the rows that all_gather() must return in a step, and the losses' gradients for these rows; a collective.
 
-    The weights get no gradients here. To compute the weights' gradients, the caller runs forward and measure() once
-    more with Gathered.with_known_rows(part).
+    The weights get no gradients. For these, the caller runs forward and measure() once more, with
+    Gathered.with_known_rows(part).
 
-    Here, forward runs once for each part. measure() runs once up to all_gather(), and again with the rows of all parts.
-    The random number generators are left as the last part leaves them. `recipe.share` is changed.
+    This function runs forward once for each part, then measure() up to all_gather(), and then all of measure() with the
+    rows of all parts. The random generators stay as the last part leaves them. `recipe.share` is changed.
 
     Args:
         recipe: the recipe.
         forward: returns the outputs of a part.
-        measure: returns the sum of a part's losses, (), from its outputs and the part.
+        measure: is called with a part's outputs and the part, and returns the sum of the part's losses, ().
         parts: the rank's parts of the batch.
         begin: is called before each part, to restore the network's buffers.
 
@@ -260,7 +258,7 @@ def _add_up_by_part(own: Tensor, virtual_ranks: int) -> Tensor:
     Each rank adds up some of the N rows over all parts, and the ranks then exchange these sums.
 
     Args:
-        own: (parts, N, ...) the numbers of this rank's parts, which parts_of_rank() names, in their order.
+        own: (parts, N, ...), the numbers of each of this rank's parts (parts_of_rank()).
         virtual_ranks: the number of parts of all ranks together.
 
     Returns:

@@ -75,12 +75,11 @@ class ShardedExactStep(ExactStep):
             self._forget_gradients()  # torch would add the next part's to them, but they are the memory of the sums
 
     def _norms(self) -> Tensor:
-        """Return the norm of each whole gradient, (N,) float32; a collective.
+        """Return the norm of each whole gradient, (N,) float32, on all ranks; a collective.
 
-        The N norms are in the order of the trained weights that have a gradient. Each gradient is put together from its
-        rows on one rank, because norms of the single rows would be rounded in another way. Then all ranks get all
-        norms.
+        The N norms are in the order of the trained weights that have a gradient.
         """
+        # Each gradient is put together on one rank, because norms of the single rows would be rounded in another way
         weights = [weight for weight in self.module.trainable if weight.grad is not None]
         norms = torch.zeros(len(weights), dtype=torch.float32, device=self._sums.device)
         group = sharers()
@@ -92,13 +91,17 @@ class ShardedExactStep(ExactStep):
 
 
 def _assign_owners(weights: Sequence[Tensor], ranks: int) -> Iterator[list[Owned]]:
-    """Share out the weights among the ranks, and yield batches of what each rank owns.
+    """Assign each weight to one rank, its owner, and yield the assignments in rounds of limited size.
 
-    Each weight is owned by one rank: the rank that has the fewest bytes so far. In a batch, each rank owns at most
-    BYTES (25 MiB), or a single larger weight.
+    The owner is the rank with the fewest bytes in the round. In a round, each rank owns at most BYTES (25 MiB), or a
+    single larger weight.
+
+    Args:
+        weights: the weights.
+        ranks: the number of ranks.
 
     Yields:
-        A list with an entry for each rank: the positions in `weights` and the weights that the rank owns in this batch.
+        For each round, a list with an entry for each rank: the pairs (index in `weights`, weight) that the rank owns.
             An entry may be empty.
     """
     owned: list[Owned] = [[] for _ in range(ranks)]
@@ -201,11 +204,11 @@ class Sums:
         the iteration begins.
 
         Args:
-            owned: for each rank of the group, the weights that it owns with their numbers; alike on all ranks.
+            owned: for each rank of the group, the pairs (number, weight) that it owns; alike on all ranks.
             group: the ranks that share the rows of each weight.
 
         Yields:
-            For each weight that this rank owns, its number, and its whole gradient, float32 in the weight's shape.
+            For each weight that this rank owns, (number, the whole gradient, float32 in the weight's shape).
         """
         own = owned[group.rank()]
         ranks = range(group.size())
@@ -269,10 +272,12 @@ class Rows:
         rows.mul_(self._factors())
 
     def total(self, numbers: Tensor) -> None:
-        """Turn this rank's rows of a sum, (length,) float32, into gradients, in place.
+        """Turn this rank's rows of a sum into gradients, in place, by the scales (1 / unit).
 
-        The rows are whole numbers before the call. They are divided by the scales (1 / unit). `largest` gets the
-        largest absolute values of the result, in the blocks that this rank has rows of.
+        `largest` gets the largest absolute values of the gradients, in the blocks that this rank has rows of.
+
+        Args:
+            numbers: (length,) float32, whole numbers before the call, and gradients afterwards.
         """
         rows = numbers.view(self._shape)
         rows.div_(self._factors()[self._rank])
@@ -323,9 +328,11 @@ class UnitSum:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of the given size for FSDP's reduce-scatter.
 
-        Torch calls this method in place of its own allocation. If the size is that of this rank's rows, the result is
-        `memory`, which holds the sum over the parts. `memory` is made if it is None; otherwise it keeps its contents.
-        For any other size, the result is new, uninitialized memory, as for all of the unit's gradients.
+        Torch calls this method in place of its own allocation, in two cases:
+
+        - For the size of this rank's rows, it gets `memory`, which is made if it is None, and otherwise keeps its
+          contents.
+        - For any other size, such as that of a part's gradients, it gets new, uninitialized memory.
         """
         if math.prod(size) != sum(self._lengths):
             return torch.empty(*size, dtype=dtype, device=device)

@@ -80,7 +80,8 @@ class Places:
 def lay_out(tensors: Sequence[Tensor]) -> Places:
     """Choose where the numbers of each tensor lie in the memory of a bucket, and return these places.
 
-    Tensors whose blocks have the same width lie side by side, narrow blocks first. No memory is allocated.
+    Tensors whose blocks (block_shape()) have the same width lie side by side, narrow blocks first. No memory is
+    allocated.
     """
     shapes = [block_shape(tensor) for tensor in tensors]
     # Blocks of the same width lie together, so that few kernels measure and scale them
@@ -154,10 +155,9 @@ class Bucket:
     def add(self) -> None:
         """Add a part's gradients, scaled and rounded to whole numbers, to this rank's sum.
 
-        Call it once for each part of the batch, after the part's last backward pass. The attribute `largest` then
-        covers this part's gradients, too, as they were before they were scaled. The gradients are scaled and rounded in
-        place, so they are useless afterwards. Numbers that are not finite, or too large for the sum, raise nothing
-        here: Units.fit() tells.
+        Call it once for each part of the batch, after the part's last backward pass. `largest` is updated by the
+        unscaled gradients. The gradients are scaled and rounded in place, so they are useless afterwards. Numbers that
+        are not finite, or too large for the sum, raise nothing: Units.fit() returns False for them.
         """
         torch.maximum(self.largest, self._measure(), out=self.largest)
         for rows, scales, _, _ in self._groups:
@@ -202,7 +202,7 @@ class Units:
     """The units of all blocks of all buckets, and the check that a sum has kept the bound that the module promises.
 
     Attributes:
-        exponents: (blocks, 1) int32, the exponent of the largest number expected in each block's sum, in steps of 1/8.
+        exponents: (blocks, 1) int32, 8 times the exponent of the largest number expected in each block's sum.
     """
 
     def __init__(self, buckets: Sequence[Bucket], addends: int):
@@ -227,12 +227,11 @@ class Units:
     def use(self, exponents: Tensor) -> None:
         """Set `exponents`, and from them the scales (1 / unit) in the buckets.
 
-        Each block of numbers, such as a row of a weight, gets a unit: the power of two in which a sum as large as
-        expected is a whole number of Digits.total bits.
+        Each block of numbers, such as a row of a weight, gets a unit: the power of two that makes the largest expected
+        number a whole number of Digits.total bits.
 
         Args:
-            exponents: (blocks, 1) int32, in steps of 1/8: the exponent of the largest number expected in each block's
-                sum.
+            exponents: (blocks, 1) int32, 8 times the exponent of the largest number expected in each block's sum.
         """
         self.exponents = exponents.to(self._tensor.device)
         rounded_up = -torch.div(-self.exponents, STEPS, rounding_mode="floor")
@@ -299,12 +298,12 @@ class Units:
     def next_exponents(self) -> Tensor:
         """Return the exponents to use for the next step's sums, from the sums of this step.
 
-        Call it once all buckets have their total. `exponents` and the units stay as they are. If a block's sum needs a
-        larger exponent, the result has that exponent at once. If it needs a smaller one, the exponent falls by only 1/8
-        of the difference, because a block that was large often grows again.
+        Call it after Bucket.total() of all buckets. `exponents` and the units stay as they are. If a block's sum needs
+        a larger exponent, the result has that exponent. If the sum needs a smaller exponent, the result falls by only
+        1/8 of the difference, because a block that was large often grows again.
 
         Returns:
-            (blocks, 1) int32, in steps of 1/8, as use() takes it.
+            (blocks, 1) int32, 8 times the exponents, as use() takes them.
         """
         expected = self._expected(self._largest(), 0)
         excess = (self.exponents - expected).clamp_(min=0)
@@ -313,16 +312,19 @@ class Units:
     def _expected(self, largest: Tensor, bits: int) -> Tensor:
         """Return the exponents to expect for sums that are 2^bits times as large as `largest`.
 
-        The exponent of a block covers its largest number, and ROOM bits more in case the block grows. It is at most
-        what the largest number of the whole tensor needs. A block of zeros keeps its present exponent, up to the same
-        limit. In a tensor of zeros, all blocks keep their exponents. No result asks for a unit below 2^-126.
+        - A block gets what its largest number needs, and ROOM bits more in case the block grows, but at most what the
+          largest number of the whole tensor needs.
+        - A block of zeros keeps its present exponent, up to the same limit.
+        - In a tensor of zeros, all blocks keep their exponents.
+
+        No result asks for a unit below 2^-126.
 
         Args:
             largest: (blocks, 1) float32, the largest absolute value of each block.
             bits: how many bits larger the sums are.
 
         Returns:
-            (blocks, 1) int32, in steps of 1/8.
+            (blocks, 1) int32, 8 times the exponents.
         """
         least = self._digits.total - LARGEST_SCALE
         of_tensor = self._by_tensor(largest)[self._tensor].unsqueeze(1)
@@ -342,10 +344,10 @@ class Units:
 
 
 def group_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divide tensors among buckets, from the last tensor to the first, and return those of each bucket.
+    """Divide tensors among buckets, and return the tensors of each bucket.
 
-    The order is reversed because the gradients of the last layers come first. The first bucket has at most FIRST_BYTES,
-    the others at most BYTES, but at least one tensor.
+    The order is reversed, because the gradients of the last layers come first: the first bucket has the last tensors.
+    It has at most FIRST_BYTES (float32), the others at most BYTES. A single tensor may be larger.
 
     Args:
         tensors: the trained weights, at least one, in the order of the network.
