@@ -16,14 +16,15 @@ _mesh: Any = None  # the mesh of the network that this process sharded last, in 
 def make_mesh(options: RunOptions, environment: Environment) -> Any:
     """Create torch's mesh of the ranks, by which fully_shard divides the rows of the weights; a collective.
 
-    With hybrid sharding, the ranks of each node divide all rows; otherwise all ranks do. This module also stores the
-    mesh, for its other functions.
+    With hybrid sharding, the ranks of each node divide all rows; otherwise all ranks do. The mesh is stored for the
+    other functions of this module, too.
 
     Returns:
         torch's DeviceMesh: (nodes, ranks of a node) with hybrid sharding on several nodes, otherwise (ranks,).
 
     Raises:
-        InputError: With hybrid sharding, nodes have different numbers of ranks, or do not number them consecutively.
+        InputError: With hybrid sharding, nodes have different numbers of ranks, or the ranks of a node are not numbered
+            consecutively. All ranks raise it.
     """
     from torch.distributed.device_mesh import init_device_mesh  # this import is slow, and only sharding needs it
 
@@ -38,8 +39,8 @@ def make_mesh(options: RunOptions, environment: Environment) -> Any:
 def _count_nodes(environment: Environment) -> int:
     """Return the number of nodes, for sharding within each node; a collective.
 
-    All ranks raise InputError if nodes have different numbers of ranks, or the ranks of a node do not follow one
-    another.
+    All ranks raise InputError if nodes have different numbers of ranks, or the ranks of a node are not numbered
+    consecutively.
     """
     places = gather_values((environment.local_rank, environment.world.local_size))
     sizes = [size for _, size in places]

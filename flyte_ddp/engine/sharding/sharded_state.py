@@ -94,10 +94,10 @@ def cut_rows(count: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def with_room(content: Any) -> Any:
-    """Return the content with an empty tensor of the whole shape in place of each Shard.
+    """Return `content` with an uninitialized tensor of the whole shape in place of each Shard.
 
-    Tied weights share one tensor. Nothing is written to these tensors, so they take no memory yet. The content consists
-    of nested dicts, lists and tuples.
+    The same Shard gives the same tensor, as for tied weights. The tensors take no memory until they are written to. The
+    content consists of nested dicts, lists and tuples.
     """
     rooms: dict[int, Tensor] = {}
 
@@ -108,7 +108,7 @@ def with_room(content: Any) -> Any:
 
 
 def fill(path: Path | None, content: Any, device: torch.device) -> None:
-    """Write the rows of all ranks into the room that rank 0 has left for them in a file; a collective.
+    """Write the rows of all ranks into the sharded tensors of a file that rank 0 has written; a collective.
 
     Rank 0 maps the file and writes the rows of one rank after the other, so no tensor is ever whole in memory. If the
     content has no Shards, nothing is exchanged or written.
@@ -189,9 +189,8 @@ class Layout:
         Args:
             path: the keys that lead to the tensor, as pytree.tree_map_with_path gives them. The path tells whether the
                 tensor is sharded.
-            whole: the whole tensor, or a StoredTensor, which stands for a tensor in files. Of a StoredTensor nothing is
-                read: the result is a StoredTensor, too. A tensor without dimensions, such as an optimizer's number of
-                steps, is never sharded.
+            whole: the whole tensor, or a StoredTensor, which stands for a tensor in files and is cut without being
+                read. A tensor without dimensions, such as an optimizer's number of steps, is never sharded.
         """
         if self._weight(path) is None or not whole.ndim:
             return whole

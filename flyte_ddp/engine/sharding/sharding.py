@@ -104,7 +104,7 @@ def shard(recipe: Recipe, networks: Sequence[nn.Module], mesh: Any, precision: s
 def _in_bfloat16(network: nn.Module) -> Any:
     """Return the policy by which fully_shard gathers in bfloat16 those weights that autocast would convert to bfloat16.
 
-    Results do not change by it, and less is sent. Other weights, such as those of embeddings and norms, are gathered in
+    Less is sent, and results stay the same. Other weights, such as those of embeddings and norms, are gathered in
     their own dtype. Gradients are added up in float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -165,9 +165,9 @@ def in_own_types(model: nn.Module) -> AbstractContextManager[None]:
 def on_trial(recipe: Recipe, model: nn.Module) -> Iterator[None]:
     """Restore a sharded network's weights and buffers after the block, in which the network is tried.
 
-    Use this as a context manager. A network that isn't sharded is left alone: it can be copied for a trial. A sharded
-    network exchanges weights in their own dtype within the block, and its gradients are removed after the block. If the
-    block raises an error, nothing is restored.
+    Use this as a context manager. Within the block, the network exchanges weights in their own dtype. After the block,
+    its gradients are removed. If the block raises an error, nothing is restored. For a network that isn't sharded,
+    nothing is done: the caller can try a copy of it.
 
     Args:
         recipe: the recipe, for messages.
