@@ -72,8 +72,8 @@ def _layers(recipe: Recipe, network: nn.Module) -> list[nn.Module]:
 def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatches, link: Link) -> None:
     """Compile the network now, by computing a batch of each size in training and in evaluation; a collective.
 
-    Call compile_layers() before. No weight changes. Afterwards buffers have their values from before, and weights have
-    no gradients. Compiling may take longer than a step ever should, so the rank sends a heartbeat after each layer.
+    Call compile_layers() before. Weights and buffers keep their values, and gradients are reset. The rank sends a
+    heartbeat after each layer, because compiling may take long.
 
     Args:
         state: the training.
@@ -115,10 +115,13 @@ def compile_now(state: TrainingState, train: TrainBatches, test: EvaluationBatch
 
 
 def _of_all_sizes(batches: TrainBatches | EvaluationBatches, batch: Batch) -> list[Batch]:
-    """Return a batch of each size that this rank's shares can have in an epoch, made of the samples of one batch.
+    """Return a batch of each size that this rank's part of a global batch can have in an epoch.
 
-    Samples are repeated or left out to reach a size. A size of 0 becomes 1. All ranks get equally many batches, because
-    layers may exchange something in each of them.
+    All ranks get equally many batches, because layers may exchange something in each batch.
+
+    Args:
+        batches: the batches of the split, which tell the sizes. A size of 0 counts as 1.
+        batch: gives the samples, which are repeated or left out to reach a size.
     """
 
     def of_size(size: int) -> Batch:

@@ -28,20 +28,21 @@ First = tuple[nn.Module, set[str], list[str]]  # as first_model returns it
 
 
 def first_model(recipe: Recipe, job: Job) -> First:
-    """Build the network on the CPU, with the values of model() and of the weights that init names; a collective.
+    """Build the network on the CPU, with the values of model() and of a file of weights in job.init; a collective.
 
-    The layers that settings.freeze names are frozen. A checkpoint that init names is not loaded here. With sharding on
-    several ranks, only rank 0 builds the network with values. The other ranks build it on torch's meta device, where it
-    takes no memory. A rank that cannot do so builds it with values, too, and a remark on all ranks says so.
+    The layers that settings.freeze names are frozen. If job.init is a checkpoint, it is not loaded here.
+
+    With sharding on several ranks, only rank 0 builds the network with values. The other ranks build it on torch's meta
+    device, where it takes no memory. If model() cannot do that on a rank, this rank builds it with values, too, and a
+    remark on all ranks says so.
 
     Returns:
-        The network; rank 0's names of the frozen weights that keep model()'s values, which files of weights leave out;
-        and remarks for the user. A rank that has built the network without values lacks rank 0's remarks on init and
-        freezing.
+        Three values. The network. The names, as rank 0 has them, of the frozen weights that keep model()'s values,
+        which files of weights leave out. And remarks for the user. A rank without values has none on init and freezing.
 
     Raises:
-        InputError: The network, or the settings of init, cannot be used. With sharding, rank 0 may be the only rank
-            that raises it. Or a rank has built other tensors than rank 0; all ranks raise that.
+        InputError: The network, or the settings of init or freeze, cannot be used. With sharding, rank 0 may be the
+            only rank that raises this. Or a rank has built other tensors than rank 0; all ranks raise this.
     """
     rank = distributed.get_rank()
     if job.options.sharding == "off" or distributed.get_world_size() == 1:
@@ -72,8 +73,8 @@ def outline(model: nn.Module) -> Outline:
     """Return what must be alike on ranks that exchange a network tensor by tensor.
 
     Returns:
-        For each parameter and buffer its name, dtype, shape, whether it is trained, and a number that it shares with
-        the tensors that it is tied to.
+        For each parameter and buffer: its name, dtype and shape, whether it is trained, and a number that only tied
+        tensors share.
     """
     named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
     numbers: dict[int, int] = {}
@@ -84,7 +85,13 @@ def outline(model: nn.Module) -> Outline:
 
 
 def _refuse_other_tensors(recipe: Recipe, own: Outline, expected: Outline) -> None:
-    """Raise InputError on all ranks if the network of any rank has another outline than rank 0's; a collective."""
+    """Raise InputError on all ranks if any rank's outline() of the network differs from `expected`; a collective.
+
+    Args:
+        recipe: the recipe, for the message.
+        own: this rank's outline.
+        expected: rank 0's outline.
+    """
     differing = (mine or first for mine, first in zip_longest(own, expected) if mine != first)
     for rank, tensor in enumerate(gather_values(next(differing, None))):
         if tensor:
@@ -97,9 +104,11 @@ def _refuse_other_tensors(recipe: Recipe, own: Outline, expected: Outline) -> No
 def _with_values(recipe: Recipe, job: Job) -> First:
     """Build the network with values on this rank's CPU, and check that it can be trained; not a collective.
 
-    The values are those of model(). If init is a file of weights, its weights replace them. If init is a folder,
-    model() itself must have read it. If init is a checkpoint, it is not loaded here. The layers that settings.freeze
-    names are frozen.
+    The layers that settings.freeze names are frozen. The values are those of model(), except for what init gives:
+
+    - A file of weights: its weights replace those of model().
+    - A folder: model() itself must have read it.
+    - A checkpoint: it is not loaded here.
 
     Returns:
         The network; the names of the frozen weights that keep model()'s values; and remarks for the user.
@@ -134,8 +143,7 @@ def _with_values(recipe: Recipe, job: Job) -> First:
 def _without_values(recipe: Recipe, job: Job) -> nn.Module:
     """Build the network on torch's meta device, where tensors have no values and take no memory, and return it.
 
-    The layers that settings.freeze names are frozen. Nothing is loaded from init. give_room() is tried on each tensor,
-    because it would otherwise fail later, on this rank alone.
+    The layers that settings.freeze names are frozen. Nothing is loaded from init.
 
     Raises:
         InputError: model() returns no network, or one with a lazy layer. A pattern of settings.freeze matches nothing.
@@ -157,7 +165,7 @@ def _without_values(recipe: Recipe, job: Job) -> nn.Module:
             raise InputError(f"a tensor of shape {tuple(candidate.shape)} is neither a parameter nor a buffer")
     for tensor in tensors.values():
         if tensor.is_meta:
-            give_room(tensor, tensor.device)
+            give_room(tensor, tensor.device)  # a trial: it would otherwise fail later, on this rank alone
     return model
 
 
@@ -206,12 +214,13 @@ def _check_layers(recipe: Recipe, model: nn.Module) -> None:
     These layers are refused:
 
     - Trainable layers of torch.jit, whose copies get no gradients.
-    - nn.SyncBatchNorm with virtual ranks, since it needs the statistics of other parts of the batch; and on several
-    ranks with micro_batch = -1, since a rank that lacks memory in a trial leaves the layer's collectives to the others.
-    - Recurrent layers with dropout on a GPU, since cuDNN draws it from a state that no checkpoint has. (This was read
-    in torch's source, and not tried on a GPU.)
+    - nn.SyncBatchNorm with virtual ranks, since it needs the statistics of other parts of the batch.
+    - nn.SyncBatchNorm with micro_batch = -1 on several ranks, since the other ranks would wait in this layer for a rank
+      that lacks memory.
+    - Recurrent layers with dropout on a GPU, since cuDNN draws it from a state that no checkpoint has.
     - Layers compiled into CUDA graphs, which overwrite the outputs of their previous pass.
     """
+    # What is said of cuDNN was read in torch's source, and not tried on a GPU
     virtual_ranks = recipe.settings.virtual_ranks
     for name, layer in model.named_modules():
         problem = ""
@@ -247,7 +256,7 @@ def _check_layers(recipe: Recipe, model: nn.Module) -> None:
 
 
 def check_types(recipe: Recipe, model: nn.Module) -> None:
-    """Check that no weight has a type that loses what an optimizer adds to it.
+    """Check the dtype of each weight.
 
     Raises:
         InputError: A trained weight is not float32, or a frozen one neither float32 nor bfloat16.

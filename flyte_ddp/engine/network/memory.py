@@ -25,8 +25,9 @@ from flyte_ddp.recipe import Recipe
 def checkpoint_activations(recipe: Recipe, model: nn.Module, changing: Sequence[str]) -> None:
     """Have layers keep only their inputs for the backward pass, which then computes the layers once more.
 
-    The layers are those that Recipe.activation_checkpointing names. Their `forward` is replaced. The second computation
-    draws the same random numbers (Chen et al. 2016, arXiv 1604.06174). Without gradients a layer computes once.
+    This is activation checkpointing (Chen et al. 2016, arXiv 1604.06174), of the layers that
+    Recipe.activation_checkpointing names. Their `forward` is replaced. The second computation draws the same random
+    numbers. Without gradients a layer computes once.
 
     Args:
         recipe: the recipe.
@@ -56,11 +57,11 @@ def _forward(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _drawing_alike() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Store the states of Python's and NumPy's random generators, and return two context managers for a layer.
+    """Return two context managers, in which a layer's first and second computation draw the same random numbers.
 
-    The layer is first computed in the first one, and once more in the second one. The second one starts the generators
-    from the stored states, so both computations draw the same numbers, and it restores the generators at its end.
-    torch.utils.checkpoint itself takes care of torch's generators.
+    The states of Python's and NumPy's random generators are stored now. The second context manager starts the
+    generators from these states, and restores them at its end. torch.utils.checkpoint itself takes care of torch's
+    generators.
     """
     states = random.getstate(), np.random.get_state()
 
@@ -77,10 +78,10 @@ def _drawing_alike() -> tuple[AbstractContextManager[None], AbstractContextManag
 def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
     """Set state.micro_batch to a number of samples that fit into memory at once on all ranks; a collective.
 
-    Call this for a recipe with micro_batch = -1, which is refused with virtual ranks and with sharding. The first
-    number that is tried is the checkpoint's, or else the samples of the largest share of a rank. The number is halved
-    until each rank can compute the gradients of that many samples. Each trial takes samples of the first batch of epoch
-    0, so later batches of longer samples may need more memory. The trials change no weights.
+    Call this for a recipe with micro_batch = -1, which is refused with virtual ranks and with sharding. The first trial
+    takes the checkpoint's number, or else as many samples as a rank has at most in a step. The number is halved until
+    each rank can compute the gradients of that many samples. Each trial takes samples of the first batch of epoch 0, so
+    later batches of longer samples may need more memory. The trials change no weights.
 
     Args:
         state: the training; after a resume, state.micro_batch is the checkpoint's.
@@ -109,9 +110,9 @@ def choose_micro_batch(state: TrainingState, train: TrainBatches) -> str:
 def _fits(state: TrainingState, part: Batch) -> bool:
     """Return whether this rank has memory for the gradients of these samples and the optimizer's state.
 
-    A forward and backward pass is tried. Afterwards buffers are put back, and no weight or gradient has changed. Each
-    rank gets its own answer. The network must exchange nothing: the others would wait for a rank that lacks memory.
-    Errors other than a lack of memory are passed on.
+    A forward and backward pass is tried. It changes no weight, buffer or gradient. Each rank gets its own answer. The
+    network must exchange nothing, because other ranks would wait for a rank that lacks memory. Errors other than a lack
+    of memory are raised.
     """
     weights = [weight for weight in state.model.parameters() if weight.requires_grad]
     before = state.buffers.copy()

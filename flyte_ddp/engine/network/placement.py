@@ -31,8 +31,9 @@ def to_device(
 ) -> Average | None:
     """Move the network to the device, or shard it over all ranks; a collective with sharding.
 
-    The network is sharded if options.sharding is not "off". All ranks then get rank 0's weights and buffers. If there
-    are virtual ranks and only one rank, the network is checked as for sharding, but only moved: the bits are the same.
+    - If options.sharding is "off", the network is moved to this rank's device.
+    - Otherwise it is sharded, and all ranks get rank 0's weights and buffers.
+    - With sharding, virtual ranks and a single rank, it is checked as for sharding, but only moved.
 
     Args:
         recipe: the recipe.
@@ -119,8 +120,8 @@ def _check_weights(recipe: Recipe, model: nn.Module) -> None:
     """Raise InputError for a weight that cannot be sharded.
 
     Refused is a weight without dimensions, with a hook on its gradient, or tied to a weight of another layer in
-    fsdp_units. With virtual ranks, a weight or buffer that is not contiguous is refused, too, or on a CPU one that is
-    not aligned in memory.
+    fsdp_units. With virtual ranks, a weight or buffer is also refused if it is not contiguous or, on a CPU, not aligned
+    in memory.
     """
     where = code_location(recipe, "model")
     if recipe.settings.virtual_ranks:
@@ -144,7 +145,7 @@ def _check_weights(recipe: Recipe, model: nn.Module) -> None:
 def _check_memory(model: nn.Module, where: str, is_on_cpu: bool) -> None:
     """Raise InputError if a weight or buffer is not contiguous or, on a CPU, not aligned in memory.
 
-    Sharding makes it both, and kernels may round by the order and the place of the numbers. So the bits with and
+    Sharding makes tensors contiguous and aligned. Kernels may round otherwise for other tensors, so results with and
     without sharding might differ.
 
     Args:
