@@ -21,8 +21,8 @@ class BatchShare:
         size: the number of samples in the whole global batch.
         borrowed: whether the samples that the rank computes are another rank's.
         part: the part of the global batch: with virtual ranks the virtual rank's number, otherwise the rank's.
-        alone: whether this is a trial without the other ranks, which must leave no trace. Recipe.all_gather then
-            returns the rank's own rows.
+        alone: whether the samples are computed without the other ranks, as in a trial or for predictions.
+            Recipe.all_gather then returns the rank's own rows.
         stand_in: the function that Recipe.all_gather calls in place of the exchange, in trials and with virtual ranks.
     """
 
@@ -90,18 +90,17 @@ def _padded(rows: Tensor, size: int, slots: slice | Tensor) -> Tensor:
 
 
 def _find_slots(size: int, device: torch.device) -> tuple[int, Tensor]:
-    """Return how many rows each rank sends in a gather, and where each row of the global batch is among all rows sent.
+    """Return how many rows each rank sends in a gather, and where the global batch's rows are among all rows sent.
 
-    Nothing is sent here. All ranks send equally many rows, and the ranks' rows follow one another in the order of the
-    ranks. A rank that has one row less sends a row of padding after its own. No index points to padding.
+    The function sends nothing. All ranks send equally many rows: a rank that has one row less adds a row of padding.
 
     Args:
         size: the number of rows of the global batch.
         device: the device for the result.
 
     Returns:
-        The number of rows that each rank sends, padding included. And (size,) int64, for each row of the global batch
-        its index among the rows that all ranks send.
+        The number of rows that each rank sends, with padding. And a tensor (size,) int64: for each row of the global
+        batch, its index among the rows of rank 0, rank 1 and so on.
     """
     world_size = distributed.get_world_size()
     rows = torch.arange(size, device=device)

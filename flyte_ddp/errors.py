@@ -98,7 +98,7 @@ class NonFiniteError(ArithmeticError):
         """Build the error for a value that is not finite in a training step.
 
         Args:
-            what: "loss", "gradient" or "a weight". After the first two, the weights are still those before the step.
+            what: which value is not finite: "loss", "gradient" or "a weight".
             ranks: the ranks on which the value is not finite.
             epoch: the number of the epoch, from 0.
             step: the number of the step within the epoch, from 0.
@@ -115,12 +115,12 @@ class NonFiniteError(ArithmeticError):
 
     @classmethod
     def in_evaluation(cls, value: float, split: str, epochs: float) -> "NonFiniteError":
-        """Build the error for an evaluation whose loss, of the whole split, is NaN or infinite.
+        """Build the error for an evaluation whose loss on the whole split is NaN or infinite.
 
         Args:
             value: the loss.
             split: the name of the split.
-            epochs: how many epochs had been trained, which need not be a whole number.
+            epochs: how many epochs had been trained, such as 1.25.
         """
         return cls(
             f"the loss on the {split} split is {value:g} after epoch {counted(epochs)}, although training had finite "

@@ -52,8 +52,8 @@ def setting(
         maximum: the largest number allowed.
         below: a limit that a number must stay under.
         choices: the strings that are allowed; empty allows all.
-        help: what the field means, for commands' --help and the API's page. The text is code, so another text is a new
-            version of a recipe that imports the class.
+        help: what the field means, for commands' --help and the API's page. The text counts as code: for Flyte's cache,
+            another text is a new version of each recipe that imports the class.
     """
     limits = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     rules = {**limits, "choices": tuple(choices), "help": help}
@@ -131,7 +131,7 @@ class Settings(DataClassJsonMixin):
 
         Raises:
             InputError: The text is not a JSON object, has an unknown or repeated name, or lacks a field that has no
-                default; or a value breaks its field's rules.
+                default. Or a value breaks its field's rules.
         """
         try:
             values = read_json(s)
@@ -217,11 +217,10 @@ def describe_fields(kind: type[Settings]) -> dict[str, str]:
 
 
 def _check_declaration(kind: type[Settings]) -> None:
-    """Check that dataclasses ignores no field that a settings class, or one of its bases, declares.
+    """Raise InputError if dataclasses would ignore a field that a settings class, or one of its bases, declares.
 
-    Raises:
-        InputError: A class declares fields without the decorator @dataclass(frozen=True), or gives a field a new
-            default without repeating its type.
+    That happens if a class declares fields without the decorator @dataclass(frozen=True), or gives a field a new
+    default without repeating the field's type.
     """
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for one in kind.__mro__[: kind.__mro__.index(Settings)]:
@@ -253,8 +252,8 @@ def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: 
         rules: the field's rules, as setting() stores them: minimum, above, maximum, below and choices.
 
     Raises:
-        InputError: The value has another type, is not finite, does not fit into 64 bits or JSON, or breaks a rule; or
-            settings cannot have fields of this type.
+        InputError: The value has another type, breaks a rule, is not finite, or needs more than 64 bits. Or it is a
+            dict that JSON would change. Or settings cannot have fields of this type.
     """
     name = f"{owner}.{field.name}"
     expected = find_type(field)
@@ -281,9 +280,11 @@ def check_value(owner: str, field: "dataclasses.Field[Any]", value: Any, rules: 
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Raise InputError for a value that would not be the same after it was stored as JSON, as inputs and metadata are.
+    """Raise InputError if a value, or one within it, would change when it is written as JSON and read again.
 
-    The message calls the value by its name, such as Sweep.values.
+    Args:
+        name: what the message calls the value, such as Sweep.values.
+        value: the value.
     """
     if type(value) is dict:
         for key, inner in value.items():

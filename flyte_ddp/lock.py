@@ -21,16 +21,16 @@ class HeldError(Exception):
 def held(folder: Path) -> Iterator[bool]:
     """Hold a folder's lock, the file .lock in the folder, while the block runs; a context manager.
 
-    If somebody else holds the lock, HeldError is raised at once. The file has this process's id and host, for the
-    message to others. The file is removed at the end of the block. The operating system releases the lock when this
-    process ends in whatever way, even if children of the process live on.
+    The function never waits for the lock. It writes this process's id and host into the file, for the HeldError of
+    other processes, and removes the file at the end of the block. If this process is killed, the operating system
+    releases the lock, even if children of the process live on.
 
     Yields:
         True, or False if the file system has no locks: then nothing keeps other processes out.
 
     Raises:
-        HeldError: another process, or another block of this one, holds the folder.
-        OSError: the folder cannot be written to, or is not there.
+        HeldError: Another process, or another block in this process, holds the lock.
+        OSError: The folder cannot be written to, or is not there.
     """
     path = folder.resolve() / LOCK
     token = object()
@@ -56,10 +56,8 @@ def held(folder: Path) -> Iterator[bool]:
 def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
     """Create the file at the path if there is none, and lock it while the block runs; a context manager.
 
-    If another process has the lock, HeldError is raised at once. Only other processes are kept out: a second block of
-    this process for the same path would succeed, and release the lock at its end. The file is not removed. If the
-    previous holder removes the file meanwhile, the path is opened again, since a lock on a removed file would keep
-    nobody out.
+    The function never waits for the lock, and does not remove the file. Only other processes are kept out: a second
+    block in this process for the same path would succeed, and release the lock when it ends.
 
     Yields:
         The open file, and whether the file is locked: False if the file system has no locks.
@@ -79,7 +77,7 @@ def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
             except OSError:
                 yield file, False
                 return
-            if _is_at(path, file):
+            if _is_at(path, file):  # else the previous holder has just removed the file, whose lock keeps nobody out
                 yield file, True
                 return
 

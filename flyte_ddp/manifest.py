@@ -33,13 +33,14 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     """Read the manifest of the sharded checkpoint at this path.
 
     Returns:
-        The manifest, which has at least "folder" and "files". "folder" is the name of a folder of shards below
-        shards_beside(path). "files" are the names of the files in this folder: in a training's manifest a dict with the
-        SHA-256 of each. None if the checkpoint at this path is a
-        single file, or if the manifest is damaged or names a file outside of that folder.
+        The manifest; None if the checkpoint is a single file, or if the manifest is damaged or names a file outside of
+        its folder. The manifest has at least:
+
+        - "folder": the name of a folder of shards in shards_beside(path).
+        - "files": the names of the files in that folder; for the ranks' shards, a dict with the SHA-256 of each.
 
     Raises:
-        OSError: the file cannot be read, or is not there.
+        OSError: The file at this path cannot be read, or is not there.
     """
     with open(path, "rb") as file:
         whole = b"{" + file.read() if file.read(1) == b"{" else b""

@@ -44,10 +44,10 @@ class Use(Enum):
 
 
 def derive_key(use: Use, *position: int) -> int:
-    """Return the 64-bit key for one position of a training.
+    """Return the 64-bit key of the random numbers for one purpose at one position of a training.
 
     Args:
-        use: the purpose of the random numbers.
+        use: the purpose.
         position: numbers such as seed, epoch and step, each from 0 to 2^64 - 1.
     """
     content = b"".join(number.to_bytes(8, "little") for number in position)
@@ -57,7 +57,7 @@ def derive_key(use: Use, *position: int) -> int:
 def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
     """Return the words at positions first, first + 1, … of a key's random stream: (count,) int64, 64 random bits each.
 
-    Positions count from 0. On a CPU a key has another stream than on other devices.
+    Positions count from 0. A key's stream on a CPU is not its stream on other devices.
     """
     if device.type == "cpu" and count:  # torch cannot see an empty buffer
         return torch.frombuffer(PCG64DXSM(key).advance(first).random_raw(count), dtype=torch.int64)
@@ -67,14 +67,13 @@ def words(key: int, first: int, count: int, device: torch.device) -> Tensor:
 def split_mix(key: int, first: int, count: int, device: torch.device) -> Tensor:
     """Return words of SplitMix64 as (count,) int64, with 64 random bits each, computed on the device.
 
-    Torch's int64 wraps around, as the algorithm needs. Torch shifts in the sign, which is masked out.
-
     Args:
         key: the seed, 64 bits.
         first: the position of the first word, from 0.
         count: how many words to return.
         device: where to compute.
     """
+    # Torch's int64 wraps around, as the algorithm needs. Torch shifts in the sign, so the sign is masked out.
     values = torch.arange(first + 1, first + count + 1, device=device).mul_(signed(INCREMENT)).add_(signed(key))
     for shift, factor in ROUNDS:
         values = values.bitwise_xor_(values >> shift & (1 << 64 - shift) - 1).mul_(signed(factor))
@@ -89,9 +88,9 @@ def signed(word: int) -> int:
 def uniform(key: int, first: int, count: int, device: torch.device) -> Tensor:
     """Return the uniform numbers at positions first, first + 1, … of a key's random stream: (count,) float32.
 
-    They are at least 0 and below 1. Positions count from 0. Each number is a multiple of 2^-24. Each word that words()
-    returns gives two numbers.
+    The numbers are multiples of 2^-24, at least 0 and below 1. Positions count from 0.
     """
+    # Each word gives two numbers
     start = first // 2
     stop = -(-(first + count) // 2)
     halves = words(key, start, stop - start, device).view(torch.int32)[first - 2 * start :][:count]

@@ -15,12 +15,10 @@ def read_settings(text: str) -> Any:
     """Parse settings as a user gives them, and return the value, which may be of any type.
 
     Args:
-        text: JSON if it begins with { or [, otherwise the path of a file. The file is JSON if it is named *.json, and
-            YAML if not.
+        text: JSON if it begins with { or [, otherwise the path of a file: JSON if its name ends with .json, else YAML.
 
     Raises:
-        InputError: The file cannot be read, or the JSON or YAML cannot be parsed or repeats a key. The message has the
-            place and the reason.
+        InputError: The file cannot be read. Or the JSON or YAML cannot be parsed, or repeats a key.
     """
     try:
         is_file = text.lstrip()[:1] not in ("{", "[")

@@ -161,17 +161,18 @@ class Recipe:
     ) -> nn.Module:
         """Load the trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-        Nothing in the file is executed. Without `settings`, the module of the settings' class, which the file names, is
-        imported.
+        Nothing in the file is executed. But without `settings`, the module that the file names for the class of the
+        settings is imported.
 
         Args:
             path: the file.
             settings: the settings of the training; by default those in the file's metadata.
-            data_path: the training's data, if model() needs them.
-            init_path: the training's init, if model() needs it.
+            data_path: the data of the training, if model() needs them.
+            init_path: the folder given to the training as init, if model() needs it.
 
         Raises:
-            InputError: the file is damaged, does not fit the network, or has no settings that can be loaded.
+            InputError: The file is missing or damaged, does not fit the network, or has no settings that can be loaded.
+                Or model() needs init_path.
         """
         if settings is None:
             settings = read_required_metadata(path, "give the settings of the training").load_settings(path)
@@ -193,10 +194,10 @@ class Recipe:
         return load_weights(self.initial_model(), path, called, remedy).eval()
 
     def initial_model(self) -> nn.Module:
-        """Return a new network from model(), with the values that it has before a training loads or changes any.
+        """Return a new network from model(), as at the start of a training, before any value is loaded or changed.
 
-        model() draws by settings.seed. So the weights that model() freezes, which no file has, come out as in the
-        training. Afterwards the global generators of Python, NumPy and torch on the CPU are put back. The generators of
+        model() draws by settings.seed. So weights that model() freezes, which no file has, are those of the training.
+        Afterwards the method restores the global generators of Python, NumPy and torch on the CPU. The generators of
         GPUs stay seeded.
         """
         states = python_random.getstate(), np.random.get_state()
@@ -208,25 +209,31 @@ class Recipe:
             np.random.set_state(states[1])
 
     def data(self, split: str) -> Any:
-        """Return the samples of a split. Each recipe defines this method; here it raises InputError.
+        """Return the samples of a split, the same on all ranks.
+
+        Each recipe defines this method; the default raises InputError.
 
         Args:
             split: "train", "test", or "validation" if has_validation is set.
 
         Returns:
-            One of these. Tensors and arrays, single or in tuples, lists and dicts, which are kept on the device. Memory
-            maps (numpy.memmap), which stay on disk and are read batch by batch. A torch Dataset with a length, which is
-            read sample by sample by options.loader_workers processes per rank. Blocks, which are fetched from a storage
-            as they are needed. All ranks must return the same samples.
+            Samples of one of these kinds.
+
+            - Tensors and arrays, single or in tuples, lists and dicts. They are kept on the device.
+            - Memory maps (numpy.memmap). They stay on disk and are read batch by batch.
+            - A torch Dataset with a length. In each rank, options.loader_workers processes read its samples.
+            - Blocks. They are fetched from a storage as they are needed.
         """
         raise _undefined(self, "data(split)")
 
     def lengths(self, split: str) -> Any:
         """Return the length of each sample of a split, (N,) whole numbers, or None if all samples have the same shape.
 
-        Tensors whose samples have this length in their first dimension are padded with zeros, or cut if they come
-        padded, to the longest sample of the global batch. So augment() draws the same numbers on any number of ranks.
-        What comes padded must have one value in all places after a sample's length.
+        A tensor of a batch is padded with zeros to the longest sample of the global batch, if its samples have this
+        length in their first dimension. So augment() draws the same numbers on any number of ranks.
+
+        data() may also return samples that are padded to the longest one of the split. These are cut to the longest
+        sample of the global batch. In such a sample, all values after its length must be the same.
         """
         return None
 
@@ -241,18 +248,18 @@ class Recipe:
     def measure(self, outputs: Any, batch: Tree) -> Measures:
         """Return the measures of each sample, among them "loss".
 
-        Each recipe defines this method; here it raises InputError.
+        Each recipe defines this method; the default raises InputError.
 
-        A measure is reported for the whole split: the sum of its values over the sum of its weights. Training minimizes
-        the same ratio of "objective", or else of "loss", over the global batch.
+        A measure is reported for the whole split: the sum of its values divided by the sum of its weights. Training
+        minimizes the same quotient of "objective", or else of "loss", over the global batch.
 
         Args:
             outputs: what forward() returned for the batch.
             batch: the batch of this rank, n samples.
 
         Returns:
-            For each measure its values (n,), or a pair of values (n,) and weights (n,). Weights are 1 by default, and
-            must not need a gradient.
+            By measure, its values (n,), or a pair of values (n,) and weights (n,). Weights are 1 by default, and must
+            not need a gradient.
         """
         raise _undefined(self, "measure(outputs, batch)")
 
@@ -272,12 +279,13 @@ class Recipe:
         return batch
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer of torch.optim whose step needs no closure and takes dense gradients.
+        """Return an optimizer of torch.optim other than LBFGS and SparseAdam.
 
-        All but LBFGS and SparseAdam are such. By default it is a fused AdamW with settings.learning_rate, or 1e-3 if
-        the settings have no learning_rate. The engine normalises, clips and checks the gradients, and restores the
-        optimizer on resume. A hook on the optimizer sees these gradients. A hook on a weight, or on an activation, sees
-        others: they are of the sum over this rank's samples, times the number of ranks.
+        The default is a fused AdamW with settings.learning_rate, or 1e-3 if the settings have no learning_rate. The
+        engine normalises, clips and checks the gradients before each step, and restores the optimizer on resume.
+
+        A hook on the optimizer sees the gradients of the step. A hook on a weight or an activation sees other
+        gradients: those of the loss summed over this rank's samples, times the number of ranks.
         """
         return torch.optim.AdamW(model.parameters(), getattr(self.settings, "learning_rate", 1e-3), fused=True)
 
@@ -308,8 +316,8 @@ class Recipe:
     def all_gather(self, local: Tensor) -> Tensor:
         """Gather rows of the whole global batch, with gradients, for losses that compare samples with one another.
 
-        All ranks must call it. With virtual ranks the method must be called once in every step, in measure(). In a
-        process without other ranks, as for predictions, the result is `local` itself.
+        All ranks must call this method. With virtual ranks, measure() must call it, once in every step. In a process
+        without other ranks, as for predictions, the result is `local` itself.
 
         Args:
             local: (n, ...), a row for each of this rank's samples.
@@ -318,8 +326,8 @@ class Recipe:
             (N, ...), the rows of all ranks. This rank's first sample has row self.share.first.
 
         Raises:
-            InputError: local does not have a row for each sample. Or, with virtual ranks, the first step did not call
-                the method, or measure() calls it twice.
+            InputError: `local` does not have a row for each sample. Or, with virtual ranks, the first step did not call
+                this method, or measure() calls it twice.
         """
         share = self.share
         if not local.ndim or len(local) != share.count:

@@ -117,13 +117,10 @@ class TrainingSettings(Settings):
         return self.stop_after or self.epochs
 
     def check_validation(self, keep_best: int = 0) -> None:
-        """Check that no setting or option needs a validation split. Call it only if there is none.
+        """Raise InputError if patience or keep_best is set. Call this method only if there is no validation split.
 
         Args:
             keep_best: the option RunOptions.keep_best.
-
-        Raises:
-            InputError: patience or keep_best is set.
         """
         values = {f"{type(self).__name__}.patience": self.patience, "RunOptions.keep_best": keep_best}
         for name, value in values.items():

@@ -90,26 +90,27 @@ def train(
 ) -> Result:
     """Train a recipe with options.nproc ranks, or as one rank if a launcher has set WORLD_SIZE.
 
-    If an interrupted call has left a checkpoint in `output`, the same call continues from it, unless options.resume is
-    off. The checkpoint is removed after a success. A training that has finished in `output` is replaced, and a line is
-    printed that says so.
+    If an interrupted call has left a checkpoint in `output`, the same call continues from the checkpoint. With
+    options.resume off, the call removes the checkpoint and starts afresh. After a success, the checkpoint is removed. A
+    training that has finished in `output` is replaced, and a line says so.
 
     Args:
         recipe: a class, or its name "package.module:Name"; or a function, a loop of your own, as Loop describes it.
         settings: what determines the result.
         options: how to run the training.
-        data: file or folder, passed to the recipe as data_path; or its URL (s3://, gs://, abfs://, file://), for a
+        data: a file or folder, passed to the recipe as data_path; or its URL (s3://, gs://, abfs://, file://), for a
             recipe that returns Blocks.
-        output: folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint. A missing folder
-            is created. Only one training uses the folder at a time.
+        output: the folder for model.pt, progress.jsonl, predictions.npy, pictures.npz and the checkpoint. A missing
+            folder is created. Only one training uses the folder at a time.
         data_files: files that the recipe reads, relative to its module's file. If one of them changes, an earlier
             checkpoint is no longer valid.
-        on_event: receives every event. Without on_event, or with a report, lines are printed to standard error.
-        init: what to start with. The model_state of an earlier training; or a checkpoint, from which training continues
-            up to settings.epochs in total (final-checkpoint in the output of a training with options.keep_checkpoint);
-            or a folder in save_pretrained's layout, which the recipe gets as init_path.
-        observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event
-            they cannot hurt the run: an exception is reported once, and observers run in a thread of their own.
+        on_event: on_event(event) is called with every event. Without on_event, or with a report, lines are printed to
+            standard error.
+        init: what to start with, one of three. The model_state of an earlier training. A checkpoint, from which
+            training continues up to settings.epochs in total: final-checkpoint in the output of a training with
+            options.keep_checkpoint. A folder in save_pretrained's layout, which the recipe gets as init_path.
+        observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event,
+            they cannot hurt the run: they run in threads of their own, and an exception is only reported.
         report: whether `output` also gets report.html, which is updated while the run trains, and whether
             options.tracking chooses a tracker.
 
@@ -118,11 +119,11 @@ def train(
         Under a launcher every rank returns them.
 
     Raises:
-        InputError: the caller can fix it. For instance, another process trains into `output`, or `output` has the
-            checkpoint of another training.
-        RankError: a rank has failed. Under a launcher, this rank's own errors are raised as they are instead.
-        PreemptedError: the process has received a SIGTERM.
-        KeyboardInterrupt: the user has pressed Ctrl-C.
+        InputError: The caller can fix the error. For instance, another process trains into `output`, or `output` has
+            the checkpoint of another training.
+        RankError: A rank has failed. Under a launcher, this rank's own errors are raised as they are instead.
+        PreemptedError: The process has received a SIGTERM.
+        KeyboardInterrupt: The user has pressed Ctrl-C.
     """
     show_output()
     if not isinstance(settings, TrainingSettings):
@@ -167,7 +168,7 @@ def train(
 def locked_output(folder: Path) -> Iterator[None]:
     """Keep other processes from training into the folder while the block runs, by a lock; a context manager.
 
-    If the folder's file system has no locks, nothing keeps them out.
+    If the folder's file system has no locks, nothing keeps other processes out.
 
     Raises:
         InputError: another process trains into the folder, or the folder cannot be written to.
@@ -191,25 +192,27 @@ def run_in(
     on_event: Callable[[Event], None] | None = None,
     report: bool = False,
 ) -> Result:
-    """Run a job whose files are all in one folder, tell the user and the observers, and return the outputs.
+    """Run a job whose files are all in one folder, pass its events to the observers, and return its outputs.
 
-    Before this call, the caller locks the folder by locked_output(), and makes the job by job_in(). The job continues
-    from a checkpoint that an earlier attempt has left in the folder. Without options.resume, that checkpoint is removed
-    instead. Before the training, temporary files that killed processes have left there are removed. After a success,
-    the checkpoint is removed. Under a launcher every rank calls this function, and the first rank alone removes files.
+    Before, lock the folder by locked_output(), and make the job by job_in(). Under a launcher, every rank calls this
+    function, but the first rank alone locks the folder and removes files.
+
+    If an earlier attempt has left a checkpoint in the folder, the job continues from the checkpoint; without
+    options.resume, the checkpoint is removed instead. After a success, the checkpoint is removed. Temporary files that
+    killed processes have left in the folder are removed first.
 
     Args:
         folder: the folder.
         job: the job.
         watching: the user's observers.
-        on_event: gets every event.
-        report: whether report.html is written, and a tracker used.
+        on_event: on_event(event) is called with every event.
+        report: whether to write report.html, and to use a tracker.
 
     Raises:
-        InputError: the caller can fix it.
-        RankError: a rank has failed. Under a launcher, this rank's own errors are raised as they are instead.
-        PreemptedError: the process has received a SIGTERM.
-        KeyboardInterrupt: the user has pressed Ctrl-C.
+        InputError: The caller can fix the error.
+        RankError: A rank has failed. Under a launcher, this rank's own errors are raised as they are instead.
+        PreemptedError: The process has received a SIGTERM.
+        KeyboardInterrupt: The user has pressed Ctrl-C.
     """
     started = time.time()
     earlier = attempts_in(folder / FILE) if Path(job.checkpoint_path).exists() and job.options.resume else []
@@ -245,10 +248,10 @@ def describe_run(folder: Path, job: Job, goodput: Goodput) -> RunInfo:
     """Return what observers know of a run before it starts. All files of the run are in one folder.
 
     Args:
-        folder: that folder, whose name is the run's.
+        folder: the folder. The run gets the name of the folder.
         job: the run.
-        goodput: this attempt and all earlier ones. The tracker's run has the same id in all of them, because the id
-            depends on when the first one began.
+        goodput: all attempts so far, with this one. The tracker's run has the same id in all attempts, because the id
+            depends on when the first attempt began.
     """
     return RunInfo(
         name=folder.name,
@@ -270,7 +273,7 @@ def locate_data(data: str | Path | None) -> Path | StoredData | None:
     A StoredData has the URL and a hash of what is stored there.
 
     Raises:
-        InputError: there are no data at this place.
+        InputError: There are no data at this path or URL.
     """
     if isinstance(data, str) and "://" in data:
         from flyte_ddp.data.remote_files import stored_data  # remote_files imports fsspec, which local data don't need
@@ -286,18 +289,18 @@ def run_job(job: Job, on_event: Callable[[Event], None]) -> list[TrainingResult]
     """Train with ranks that this process starts or, if a launcher has set WORLD_SIZE, as one of the launcher's ranks.
 
     Args:
-        job: the job. Without options.resume, its earlier checkpoint is removed.
-        on_event: called with each event of rank 0. Under a launcher only rank 0 calls it. Otherwise it also gets each
-            line that any rank prints (Printed).
+        job: the job. Without options.resume, a checkpoint at job.checkpoint_path is removed first.
+        on_event: on_event(event) is called with each event of rank 0. Under a launcher, only the process of rank 0
+            calls it. Otherwise, this process calls it, and also with each line that a rank prints (Printed).
 
     Returns:
         The results of all ranks, by rank. Under a launcher, the list has this rank's result alone.
 
     Raises:
         InputError: nproc or the settings' class cannot be used, or a rank has raised an InputError.
-        RankError: a rank has failed or hangs. Under a launcher, this rank's own errors are raised as they are instead.
-        PreemptedError: a signal has asked the training to stop. If this host has a checkpoint, the message names it.
-        KeyboardInterrupt: the user has pressed Ctrl-C.
+        RankError: A rank has failed or hangs. Under a launcher, this rank's own errors are raised as they are instead.
+        PreemptedError: A signal has asked the training to stop. If this host has a checkpoint, the message names it.
+        KeyboardInterrupt: The user has pressed Ctrl-C.
     """
     checkpoint = Path(job.checkpoint_path)
     options = job.options

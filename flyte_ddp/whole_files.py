@@ -25,7 +25,7 @@ def writing_to(directory: str | Path, variable: str) -> Iterator[None]:
 
     Args:
         directory: the folder that the block writes to.
-        variable: the environment variable, or argument, with which the user can choose another folder.
+        variable: the name of the environment variable, or argument, with which the user can choose another folder.
     """
     try:
         yield
@@ -45,20 +45,20 @@ def reading() -> Iterator[None]:
         raise InputError(f"{error.filename} may not be read: allow it (chmod -R u+rX), or give another") from None
 
 
-def absolute(place: str | Path, variable: str) -> Path:
-    """Return the absolute path of a place on this machine.
+def absolute(path: str | Path, variable: str) -> Path:
+    """Return a path as an absolute one. Nothing needs to be there.
 
     Args:
-        place: a path, which may begin with "~".
-        variable: the environment variable, or argument, with which the user can choose another place.
+        path: a path, which may begin with "~", or be relative to the current folder.
+        variable: the environment variable, or argument, that has the path, for the error's message.
 
     Raises:
-        InputError: there is no home folder, or the current folder has been removed.
+        InputError: There is no home folder, or the current folder has been removed.
     """
     try:
-        return Path(place).expanduser().absolute()
+        return Path(path).expanduser().absolute()
     except RuntimeError:
-        raise InputError(f"no home folder for {place}: set {variable} to an absolute path") from None
+        raise InputError(f"no home folder for {path}: set {variable} to an absolute path") from None
     except FileNotFoundError:
         raise InputError("the current folder has been removed: change to one that is there (cd)") from None
 
@@ -75,8 +75,8 @@ def remove_leftovers(directory: str | Path, name: str = "") -> None:
 
     Args:
         directory: the folder.
-        name: the NAME of a file that no other process writes now. All its temporary files are removed. Without a name,
-            those of all files are removed that nobody has changed for an hour.
+        name: the NAME of a file, which no other process may be writing now. Without a name, all temporary
+            files are removed that nobody has changed for an hour.
     """
     for path in Path(directory).glob(f".{glob.escape(name)}.*.partial" if name else ".*.partial"):
         with suppress(OSError):
@@ -88,8 +88,8 @@ def remove_leftovers(directory: str | Path, name: str = "") -> None:
 def synced_file(path: Path) -> Iterator[io.BufferedRandom]:
     """Create and open a file for reading and writing, and wait at the block's end until its content is on disk.
 
-    A context manager, which also closes the file. If the block fails, the file is closed without that wait, and stays
-    at the path: the caller removes it.
+    A context manager, which also closes the file. If the block fails, there is no wait, and the caller must remove the
+    file.
 
     Raises:
         FileExistsError: something is at the path already.
@@ -132,9 +132,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def whole_file(path: Path) -> Iterator[io.BufferedRandom]:
     """Open a temporary file for writing and reading, which replaces the file at `path` if the block succeeds.
 
-    A context manager. The content is on disk before it replaces the earlier file. If the block fails, the temporary
-    file is removed, and the file at `path` stays as it was. So a reader of `path` always finds the whole old content or
-    the whole new content.
+    A context manager. The new content is on disk before it replaces the old. If the block fails, the temporary file is
+    removed, and the file at `path` stays as it was. So a reader always finds the whole old or the whole new content.
     """
     with replacing(path) as beside, synced_file(beside) as file:
         yield file
@@ -151,11 +150,12 @@ def link_or_copy(file: Path, other: Path) -> None:
 
     Args:
         file: the file.
-        other: the new path. A file that is there already is overwritten in place, so its other names change, too.
+        other: the second name. If a file has this name already, the copy overwrites its content, which then also
+            changes under other hard links to it.
 
     Raises:
-        FileNotFoundError: the file, or the folder of the new path, is not there.
-        OSError: the copy cannot be written, or `other` is a name of the same file already.
+        FileNotFoundError: The file, or the folder of the second name, is not there.
+        OSError: The copy cannot be written, or `other` is a name of the same file already.
     """
     try:
         os.link(file, other)
@@ -169,8 +169,8 @@ def files_below(folder: str | Path) -> Iterator[Path]:
     """Yield the paths of all files below a folder, and of links that lead nowhere. Links to folders are followed.
 
     Raises:
-        OSError: a folder may not be read.
-        InputError: a link leads to a folder that contains it.
+        OSError: A folder is missing, or may not be read.
+        InputError: A link leads to a folder that contains the link.
     """
     for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         yield from (Path(parent, name) for name in names)
