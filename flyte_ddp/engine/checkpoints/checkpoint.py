@@ -38,9 +38,9 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_draft(path: Path, content: dict[str, Any], device: torch.device = CPU) -> Path:
-    """Write a checkpoint's content to a temporary file beside `path`, for which the caller calls finish_draft().
+    """Write a checkpoint's content to a temporary file beside `path`.
 
-    Afterwards the caller may change the tensors. The bytes may not be on the disk yet.
+    The caller may change the tensors at once, and then has to call finish_draft(), which waits for the disk.
 
     If the content has Shards, which are sharded tensors with one rank's rows, this is a collective. Rank 0 calls
     write_draft(). Each other rank calls fill(None, content, device), which sends its rows to rank 0.
@@ -95,7 +95,7 @@ def read_checkpoint(path: Path, identity: Mapping[str, Any], files: Mapping[str,
 
     Args:
         path: the checkpoint: one file, or the manifest of several.
-        identity: what the checkpoint's identity must equal. Entries that are missing in it are not compared.
+        identity: entries that the checkpoint's identity must have, with the same values.
         files: the hash of each file of the user's code, by name. With it, an error about other code names the files
             that have changed.
 
@@ -208,7 +208,7 @@ def checksum(path: Path) -> bytes:
 def read_same(path: Path, expected: bytes) -> dict[str, Any] | None:
     """Return the content of a checkpoint that another rank has verified, if this rank sees the same file.
 
-    The content is not verified again. Tensors are mapped, or are StoredTensors.
+    The content is not verified again. Tensors are mapped or, in a sharded checkpoint, StoredTensors.
 
     Args:
         path: the checkpoint.

@@ -130,7 +130,7 @@ def _find(job: Job, emit: Callable[[Event], None], base: str | None = None) -> t
     Args:
         job: the training.
         emit: emits an event.
-        base: the digest of this training's frozen weights; None compares none.
+        base: the digest of this training's frozen weights; None to compare none.
 
     Returns:
         Two values. The first is the content of the checkpoint on rank 0, and None on the other ranks. The second is the
@@ -212,8 +212,8 @@ def copy_in_place(state: TrainingState, saved: dict[str, Any], receivers: Any = 
     """Copy a checkpoint's weights and buffers into the training's networks, and return the state for restore().
 
     The networks are the trained one and its moving average. The returned state has their own weights and buffers, which
-    now have the saved values. All its other tensors are new: the optimizer's, and each weight or buffer whose shape or
-    dtype does not fit. Of a sharded tensor, only this rank's rows are copied.
+    now have the saved values. All its other tensors are new, such as the optimizer's, or a weight whose shape or dtype
+    does not fit. Of a sharded tensor, only this rank's rows are copied.
 
     Args:
         state: the training that resumes.

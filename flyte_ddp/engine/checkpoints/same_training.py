@@ -16,9 +16,9 @@ OPTIONS = ("sharding", "compile", "audit_every", "trace_every", "odd_hosts", "ke
 
 
 def check_same_training(environment: Environment, job: Job) -> None:
-    """Check that all ranks have rank 0's settings, code, data, initial weights and OPTIONS; a collective.
+    """Check that all ranks have rank 0's settings, code, data, initial weights, and options in OPTIONS; a collective.
 
-    On a rank with another version of torch, the code is not compared, because its version contains that of torch.
+    On a rank with another version of torch, the code is not compared, because the code's version contains torch's.
 
     Raises:
         InputError: A rank differs from rank 0. All ranks raise it. The message names the first such rank and its host.

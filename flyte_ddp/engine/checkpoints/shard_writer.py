@@ -67,7 +67,7 @@ class SharedFolder:
             )
 
     def begin(self, position: str) -> Path:
-        """Return the path of a new folder for a checkpoint's files, the same on all ranks; a collective.
+        """Return the path of a folder to create for a checkpoint's files, the same on all ranks; a collective.
 
         Args:
             position: the epoch and the step of the checkpoint, such as "3-120".

@@ -54,8 +54,8 @@ class StoredTensor:
     def parts(self) -> Iterator[tuple[Path, int, int]]:
         """Yield (path, first, end) for each file that has some of this object's rows, in the order of the rows.
 
-        The file has the rows from `first` to before `end` of the whole tensor, which may be more than this object's.
-        The last `end` may lie beyond the tensor. A tensor without dimensions counts as one row.
+        The file has the rows from `first` to before `end` of the whole tensor, which may be more rows than this object
+        has. The last `end` may lie beyond the tensor. A tensor without dimensions counts as one row.
         """
         count = len(self) if self.shape else 1
         for begin in range(self.first - self.first % self.each, self.first + count, self.each) if count else ():

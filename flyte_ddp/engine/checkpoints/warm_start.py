@@ -241,11 +241,11 @@ def _has_other_samples(other_identity: dict[str, Any], ours: dict[str, Any]) -> 
 
 
 def freeze(model: nn.Module, patterns: str) -> str:
-    """Freeze the parameters whose own name, or whose layer's, matches a pattern; return a remark with their names.
+    """Freeze the parameters whose name, or whose layer's name, matches a pattern; return a remark with their names.
 
-    A batch norm layer keeps its running statistics if all its parameters are frozen, by a pattern or before. One
-    without parameters does so if its name, or that of a layer around it, matches. A hook sets these layers to
-    evaluation mode before each forward pass.
+    A batch norm layer keeps its running statistics if all its parameters are frozen, by a pattern or before. A batch
+    norm layer without parameters does so if a pattern matches its name, or that of a layer around it. A hook sets these
+    layers to evaluation mode before each forward pass.
 
     Args:
         model: the network, which is changed.

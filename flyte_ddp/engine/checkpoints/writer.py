@@ -35,14 +35,15 @@ Begin = Callable[[dict[str, Any], torch.device], Callable[[], None]]
 def make_checkpoints(
     state: TrainingState, environment: Environment, emit: Callable[[Event], None], job: Job
 ) -> "CheckpointWriter | None":
-    """Return the object that writes this rank's checkpoints; a collective if the network is sharded.
+    """Return this rank's writer of checkpoints; a collective if the network is sharded.
 
-    Without sharding, rank 0 writes a single file, and other ranks get None. With sharding, each rank gets a writer of
-    its own rows. Only one of several ranks with the same rows writes them.
+    Without sharding, rank 0's writer writes a single file, and the other ranks get None. With sharding, each rank gets
+    a writer of its own rows; of several ranks with the same rows, only one writes. Only rank 0's writer ever says that
+    a checkpoint is due.
 
     Args:
         state: the state of the training; only its network is looked at.
-        environment: this rank and its ranks. Only rank 0's object ever says that a checkpoint is due.
+        environment: this rank.
         emit: gets an event for each checkpoint that was written or has failed.
         job: says where checkpoints go, and how often. With sharding, they go to the job's storage, if it has one, or
             else to a folder that the ranks share.
