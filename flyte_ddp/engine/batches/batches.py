@@ -40,7 +40,8 @@ class Batch:
         Args:
             most: the largest number of samples in a part; 0 gives [self].
             ranks: the number of ranks, if all of them need equally many parts because each part has collectives; 0 if
-                not. The list is then filled up with the first part, marked as borrowed: it counts for nothing.
+                not. The list is then filled up, to the length of the longest one of any rank, with the first part,
+                marked as borrowed: it counts for nothing.
         """
         if not most:
             return [self]
@@ -294,8 +295,8 @@ class _Batches:
     def _parts(self, order: Order, steps: Sequence[int]) -> Iterator[Tensor]:
         """Yield, for each step, the indices (n,) int64, in the split, of the samples that this rank computes.
 
-        A rank without samples of its own in a step computes one of another rank. Many steps are looked up in the order
-        at once, which costs less.
+        A rank without samples of its own in a step computes a sample of another rank. Many steps are looked up in the
+        order at once, which costs less.
         """
         at_once = max(1, LOOKED_UP * self.world_size // self.batch_size)
         for start in range(0, len(steps), at_once):

@@ -100,8 +100,8 @@ class Lengths:
             The tree with tensors (n, longest, ...).
 
         Raises:
-            DataError: A tensor is shorter than the longest of its n samples according to lengths(). Or it is longer,
-                and samples do not come padded.
+            DataError: A tensor is shorter than the longest of its n samples according to lengths(). Or it is longer
+                than that, and samples do not come padded.
         """
         longest, most = (int(self.each[indices].max()) for indices in (global_indices, own))
         leaves, structure = pytree.tree_flatten(tree)

@@ -182,7 +182,8 @@ class _Reader(Dataset[Any]):
 def read_samples(dataset: Any, indices: np.ndarray, is_padded: bool = False, origin: Origin = None) -> Any:
     """Read samples from a Dataset and stack them to a tree of arrays (n, ...).
 
-    Before each sample, the global random generators are seeded for this sample alone. Afterwards they are as before.
+    Before each sample, the global random generators are seeded for this sample alone. At the end, the generators are as
+    before the call.
 
     A dataset with a method read_batch(indices) returns the tree itself. Then is_padded and origin are ignored, no
     generator is seeded or restored, and nothing is checked.

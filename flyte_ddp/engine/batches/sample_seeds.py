@@ -21,13 +21,13 @@ NOWHERE: Iterable[Origin] = repeat(None)  # the origins of any number of parts i
 
 
 def sample_keys(indices: np.ndarray, origin: Origin) -> list[int]:
-    """Return for each sample the key that its random generators are seeded with, in 2 µs each.
+    """Return for each sample the key that seeds the random generators for the sample, in 2 µs each.
 
     Args:
         indices: (n,) the indices of the samples, which are successive samples of an epoch.
-        origin: in a training, a key of the epoch and the position of the first of these samples in the epoch. A
-            sample's key follows from the epoch's key and the sample's own position, so it differs between epochs. In an
-            evaluation None: a sample's key follows from its index alone.
+        origin: in a training, the epoch's key and the position of the first of these samples in the epoch. A sample's
+            key follows from the epoch's key and the sample's own position. In an evaluation None: a sample's key
+            follows from its index alone.
     """
     if origin is None:
         return [derive_key(Use.TEST_SAMPLE, int(index)) for index in indices]
@@ -38,9 +38,9 @@ def sample_keys(indices: np.ndarray, origin: Origin) -> list[int]:
 def seed_generators(key: int) -> None:
     """Seed the global generators of torch on the CPU, NumPy and Python with a key of 64 bits, in 7 µs.
 
-    torch.manual_seed, which looks for devices, would take 200 µs. NumPy's generator takes 32 bits, as does the same
-    algorithm in torch, so NumPy gets the key's upper half, and torch the lower one.
+    NumPy's and torch's generators take 32 bits: NumPy gets the key's upper half, and torch the lower half.
     """
+    # torch.manual_seed() looks for devices, and would take 200 µs
     torch.default_generator.manual_seed(key)
     np.random.seed(key >> 32)
     random.seed(key)
