@@ -200,7 +200,7 @@ class _ReadBy:
 def _sample_digests(dataset: Any, indices: np.ndarray) -> np.ndarray:
     """Read samples one by one, in the order of `indices`, and return a digest of each.
 
-    The random generators are seeded before each sample, as in a training: alike for any order of `indices`.
+    The random generators are seeded before each sample, as in a training, and alike for any order of `indices`.
 
     Args:
         dataset: the Dataset.

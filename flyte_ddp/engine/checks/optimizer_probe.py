@@ -235,7 +235,7 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
 def _as_rank(rank: int, size: int) -> Iterator[None]:
     """Make the code in the block see another rank and world size; a context manager.
 
-    torch.distributed tells these. So do the variables RANK and WORLD_SIZE, if they were set before; LOCAL_RANK stays.
+    torch.distributed returns these. So do the variables RANK and WORLD_SIZE, if they were set before; LOCAL_RANK stays.
     Collectives still go through the real group.
     """
     groups: Any = distributed.group  # the type checker would insist on a group's own class

@@ -134,9 +134,9 @@ def probe(recipe: Recipe, model: nn.Module, splits: dict[str, Split], steps: int
 def _choose(recipe: Recipe, split: Split, is_training: bool = True) -> Tensor:
     """Choose the samples for a trial training step or a trial evaluation, and return their indices, (samples,) int64.
 
-    There are at most SAMPLES for training, or TEST_SAMPLES for evaluation. There are also no more than a rank computes
-    at once, because more might not fit into memory, but two at least if the split has two. The first half of the
-    indices is spread over the whole split, and so is the second half.
+    At most SAMPLES are chosen for training, or TEST_SAMPLES for evaluation. No more are chosen than a rank computes at
+    once, because more might not fit into memory, but at least two if the split has two. The first half of the indices
+    is spread over the whole split, and so is the second half.
     """
     settings = recipe.settings
     size = settings.batch_size if is_training else settings.test_batch_size
