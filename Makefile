@@ -36,10 +36,12 @@ test: .venv/dev.stamp ## Run the tests that a change needs, in minutes; a part: 
 test-all: .venv/dev.stamp ## Run all tests, with commands, pods and examples as their users run them
 	@$(call typed,pytest$(if $(ARGS), $(ARGS)))
 
+# Files with such tests alone, because importing all of tests/ takes as long as they do
+kernels = -m "kernels and not slow" $(shell grep -rl --include='*.py' 'mark\.kernels' tests)
 is_avx2 = grep -qs avx2 /proc/cpuinfo && ! grep -qs avx512 /proc/cpuinfo && echo "this processor has AVX2 itself: see the other tests"
 test-processors: .venv/dev.stamp ## Run the tests of bits and thresholds as on a processor with AVX2, and as on one without
-	@$(is_avx2) || { $(call typed,ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 pytest -m "kernels and not slow" tests/engine$(if $(ARGS), $(ARGS))); }
-	@$(call typed,ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 pytest -m "kernels and not slow" tests/engine$(if $(ARGS), $(ARGS)))
+	@$(is_avx2) || { $(call typed,ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 pytest $(kernels)$(if $(ARGS), $(ARGS))); }
+	@$(call typed,ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 pytest $(kernels)$(if $(ARGS), $(ARGS)))
 
 docs: .venv/dev.stamp ## Build the site of these pages in build/site, on Python 3.11 or later; to see it: python -m http.server --directory build/site
 	@rm -rf build/site build/doctrees
