@@ -96,9 +96,10 @@ class Audit:
     ) -> Totals:
         """Add up the gradients of a step over all ranks, and audit the step if it is due; a collective.
 
-        In an audit, several ranks compute the gradients of the same samples, and must get the same bits. In the first
-        call all ranks do so. Later two ranks do so in each step whose number, counted from 1 over all epochs, is a
-        multiple of self.every. If self.every is 0, only the first call is audited.
+        In an audit, several ranks compute the gradients of the same samples, and must get the same bits. The first call
+        of this method is audited on all ranks. Later calls are audited on two ranks, in each step whose number, counted
+        from 1 over all epochs, is a multiple of self.every. If self.every is 0, only the first call is audited, and
+        ranks that differ, but get the same bits each time, cause only a warning.
 
         Afterwards each weight's `grad` has the sum over the global batch.
 
@@ -113,10 +114,9 @@ class Audit:
             The sums of measures and requests over all ranks, and the norms of the gradients.
 
         Raises:
-            InputError: In an audit, the code gets other bits each time, or changes a weight. Or in the first call,
-                ranks with different hardware get different bits, and self.every is not 0. All ranks raise it.
-            WrongBitsError: In an audit, some ranks get other bits than the others. All ranks raise it. In the first
-                call there is only a warning if self.every is 0, and each rank always gets the same bits.
+            InputError: In an audit, the code gets other bits each time, or changes a weight; or in the first one, ranks
+                with different hardware get different bits. All ranks raise it.
+            WrongBitsError: In an audit, ranks get different bits for another reason. All ranks raise it.
         """
         is_due = self.is_due(epoch, step)
         is_first = self._is_first
@@ -215,7 +215,7 @@ class Audit:
     def _refuse_or_warn(self, verdict: Verdict, epoch: int, step: int) -> None:
         """Raise or warn in the first step because ranks have computed different gradients of the same samples.
 
-        With `every` = 0, there is only a warning, because processors of different kinds may compute different bits.
+        If self.every is 0, there is only a warning, because processors of different kinds may compute different bits.
 
         Args:
             verdict: the ranks that differ; its cause is RANKS.
@@ -223,8 +223,8 @@ class Audit:
             step: the number of the step in the epoch, from 0.
 
         Raises:
-            WrongBitsError: `every` is not 0, and the ranks that the verdict names have the same hardware.
-            InputError: `every` is not 0, and the hardware of these ranks differs, so audits are impossible.
+            WrongBitsError: self.every is not 0, and the ranks that the verdict names have the same hardware.
+            InputError: self.every is not 0, and the hardware of these ranks differs, so audits are impossible.
         """
         kinds = {self._places[rank].hardware for rank in (*verdict.odd, *verdict.others)}
         if self.every and len(kinds) == 1:

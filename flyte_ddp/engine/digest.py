@@ -28,8 +28,8 @@ AT_ONCE = 64  # so many times as many on a GPU
 def weights_digest(weights: Mapping[str, Tensor | Shard], base_digest: str = "", device: torch.device = CPU) -> str:
     """Compute a digest of the names, dtypes, shapes and bits of weights; a collective if there is a process group.
 
-    All ranks get the same digest: of whole weights, rank 0's count; of sharded weights, all ranks' rows. A network has
-    the same digest whole and sharded. The bits of tied weights count once.
+    All ranks get the same digest, that of rank 0's whole weights and of all ranks' rows of sharded weights. A network
+    has the same digest whole and sharded. The bits of tied weights count once.
 
     Args:
         weights: the weights by name. A sharded weight is a Shard with this rank's rows.

@@ -48,9 +48,9 @@ def measure(
         each measure whether lower is better, where that is known.
 
     Raises:
-        InputError: The outputs are None. Or measure() does not return one value for each sample, or not the same
-            measures for each batch, with "loss" among them. Or derive() does not return names and numbers with a
-            "loss". Or the recipe's headline is none of the measures.
+        InputError: The outputs are None. Or the recipe's measure() does not return one value for each sample, or not
+            the same measures for each batch, with "loss" among them. Or derive() does not return names and numbers with
+            a "loss". Or the recipe's headline is none of the measures.
     """
     names: Sequence[str] = ()
     sums = torch.zeros((), dtype=torch.float64, device=split.device)

@@ -48,12 +48,12 @@ def evaluate_test(state: TrainingState, test: EvaluationBatches, epochs: int, li
     """Evaluate the final weights on the test split; a collective.
 
     With a validation split, the best evaluation's weights are loaded first, into the network or, if there is one, into
-    its moving average. If no evaluation could be the best, the last step's weights are evaluated, and a warning is
+    its moving average. If the measure has never been finite, the last step's weights are evaluated, and a warning is
     emitted. In both cases EpochChosen is emitted.
 
     Without a validation split, the last step's weights are evaluated.
 
-    A warning is emitted, too, for each measure that is not finite.
+    A warning is emitted for each measure of the test split that is not finite.
 
     Args:
         state: the training, which is over.

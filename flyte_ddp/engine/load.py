@@ -97,7 +97,7 @@ def find_data_path(data: Path | StoredData | None) -> Path | str | None:
 
 
 def load_split(recipe: Recipe, split: str, job: Job, cache: BlockCache) -> Split:
-    """Load the samples of a split ("train", "validation" or "test"), with the recipe's lengths(split) if it has any.
+    """Load the samples of a split ("train", "validation" or "test"), and their lengths if the recipe has lengths().
 
     If there are lengths, samples of a Dataset are padded when they are read.
 
@@ -193,8 +193,8 @@ def is_dataset(data: Any) -> bool:
 def split_off_validation(recipe: Recipe, train: Split, job: Job, cache: BlockCache) -> tuple[Split, Split | None]:
     """Return the samples to train on, and the validation split, by which the best epoch is chosen.
 
-    The validation split is the recipe's own. If it has none, the share validation_fraction of the training samples is
-    held out.
+    The validation split is the recipe's own. If the recipe has none, the share validation_fraction of the training
+    samples is held out.
 
     Args:
         recipe: the recipe.

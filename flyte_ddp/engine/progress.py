@@ -180,9 +180,9 @@ class Progress:
     def add_up(self, pairs: Tensor) -> None:
         """Sum a step's measures and requests over all ranks, and add the result to the sums of all steps; a collective.
 
-        A recipe's step does not need it, because it sends its measures together with the gradients. This rank's
-        requests are those that requests() returns. The host does not wait for the device. If a measure is not finite,
-        this step and all later ones are marked as bad.
+        Steps of recipes send their measures together with the gradients instead. This rank's requests are those that
+        requests() returns. The host does not wait for the device. If a measure is not finite, this step and all later
+        ones are marked as bad.
 
         Args:
             pairs: (2 * measures,) float64, this rank's value and weight of each measure, alternating.

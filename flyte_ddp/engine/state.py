@@ -303,9 +303,8 @@ class TrainingState(Training):
 
         Returns:
             Batches of at most self.micro_batch samples; a single one if that is 0. Without virtual ranks all ranks get
-            equally many: a rank with fewer samples gets copies, marked as borrowed, which count for nothing. If
-            train_step has gathered rows for all_gather(), as it does with virtual ranks, all_gather() returns those
-            rows in each batch.
+            equally many: a rank with fewer samples gets copies, marked as borrowed, which count for nothing. With
+            virtual ranks, all_gather() returns in each batch the rows that train_step has gathered for the step.
         """
         seed_part(share.seed, share.share.part)
         parts = self.parallel.parts(share, self.micro_batch)

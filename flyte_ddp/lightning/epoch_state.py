@@ -41,9 +41,9 @@ class EpochState:
 
         Call it after the hooks that begin an epoch, because they may set metrics and gradients to zero.
 
-        The gradients are always restored. Logged values and metrics are restored if the number of ranks is the same as
-        before. On another number of ranks, they begin anew as long as the epoch has steps left. If it has none left,
-        each rank takes what one of the earlier ranks had.
+        The gradients are always restored, logged values and metrics only on the same number of ranks as before. On
+        another number of ranks, logged values and metrics begin anew if the epoch has steps left. Otherwise each rank
+        takes those of one of the earlier ranks.
 
         Args:
             saved: what gather() has returned, and "is_trained": whether the epoch has no steps left.
@@ -74,9 +74,9 @@ class EpochState:
         """Return whether a checkpoint must wait for a later step; a collective.
 
         With automatic optimization, the checkpoint waits while gradients are being accumulated. With manual
-        optimization, the checkpoint waits while the gradients that no optimizer has applied differ between ranks. After
-        MOST_WAITED steps that wait ends, and gradients.has_given_up is True. When this method returns False, it has
-        also stored the gradients that gather() returns.
+        optimization, it waits while the gradients that no optimizer has applied differ between ranks. This wait ends
+        after MOST_WAITED steps, and gradients.has_given_up becomes True. When this method returns False, it has also
+        stored the gradients that gather() returns.
 
         Args:
             steps: the number of the epoch's batches that are done.
