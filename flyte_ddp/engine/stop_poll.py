@@ -41,8 +41,8 @@ class StopPoll:
     def after_batch(self, stop: bool) -> bool:
         """Exchange stop requests if it is time, and return whether all ranks leave the evaluation now; a collective.
 
-        Each rank calls it after each global batch, and all get the same answer. Several ranks leave some batches
-        after the request. Nothing is exchanged any more once is_shared() has returned False.
+        Each rank calls it after each global batch, and all get the same answer. Several ranks leave some batches after
+        the request. Nothing is exchanged any more once is_shared() has returned False.
 
         Args:
             stop: whether this rank was asked to stop.

@@ -191,8 +191,7 @@ def has_forward_pre_hooks(layer: nn.Module) -> bool:
 def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
     """Make a fused optimizer skip its steps while flag is 1, and else divide the gradients in place in each step.
 
-    A fused optimizer reads both tensors on the device in each step, so the host does not wait. torch.amp.GradScaler
-    uses the same mechanism, but it also scales the loss and waits for the device.
+    A fused optimizer reads both tensors on the device in each step, so the host does not wait.
 
     Args:
         optimizer: the optimizer.
@@ -202,6 +201,7 @@ def guard_steps(optimizer: Optimizer, flag: Tensor, divisor: Tensor) -> bool:
     Returns:
         True if the optimizer now does so; False, without any change, if it is not fused or does not support it.
     """
+    # torch.amp.GradScaler uses the same mechanism, but it also scales the loss and waits for the device
     can = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not (can and all(group.get("fused") for group in optimizer.param_groups)):
         return False
@@ -301,7 +301,7 @@ def hook_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
 def use_backward_hooks(unit: Any) -> None:
     """Make an FSDP unit notice the end of its backward pass by hooks on its inputs, instead of by an autograd function.
 
-    The unit is changed in place.
+    The unit is changed in place. A sharded network then computes the same bits as the same network without sharding.
 
     Args:
         unit: a module that fully_shard was applied to.
@@ -355,10 +355,9 @@ def prefer_deterministic() -> None:
     """Make torch's operations deterministic in this process, and let torch warn of each operation that cannot be.
 
     Tensors from torch.empty stay uninitialized. (With deterministic algorithms, torch would fill them by default.)
-
-    torch.use_deterministic_algorithms(True, warn_only=True) is public, but it imports the compiler, which takes longer
-    than importing torch itself.
     """
+    # The public torch.use_deterministic_algorithms(True, warn_only=True) imports the compiler, which takes longer than
+    # importing torch itself
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -394,11 +393,9 @@ def only_deterministic() -> Iterator[None]:
 
 
 def may_round_to_tf32() -> bool:
-    """Return whether float32 matrix products or cuDNN's convolutions on a GPU may be computed in TF32.
-
-    Torch has an old and a new name for each of these settings. This function reads the new names (fp32_precision),
-    because an old name raises an error where a recipe has used the new one.
-    """
+    """Return whether float32 matrix products or cuDNN's convolutions on a GPU may be computed in TF32."""
+    # Torch has an old and a new name for each of these settings. An old name raises an error where a recipe has used
+    # the new one
     backends: Any = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return any(backend.fp32_precision == "tf32" for backend in backends)
 
@@ -411,8 +408,7 @@ def version(tensor: Tensor) -> int:
 def broadcast_together(tensors: list[Tensor]) -> None:
     """Overwrite the tensors with rank 0's values; a collective.
 
-    Many tensors travel in one message, as a network's buffers do in DistributedDataParallel. An empty list sends
-    nothing.
+    Many tensors travel in one message. An empty list sends nothing.
 
     Args:
         tensors: dense tensors, of the same shapes on all ranks.

@@ -112,9 +112,9 @@ class CheckpointFiles(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """Return the state of the checkpoint at a path. Lightning calls it on all ranks.
 
-        For the path that find() has returned, the call is a collective. It returns what find() has kept, and
-        drops it, so each such call needs a call of find() before. Rank 0 also puts the files that ModelCheckpoints had
-        saved back into the logs, and warns of each file that is gone.
+        For the path that find() has returned, the call is a collective. It returns what find() has kept, and drops it,
+        so each such call needs a call of find() before. Rank 0 also puts the files that ModelCheckpoints had saved back
+        into the logs, and warns of each file that is gone.
 
         At any other path, Lightning reads the file.
 
