@@ -1,41 +1,32 @@
 """Scripts that know nothing of this package, on a platform: resumed by their own checkpoints."""
 
-import json
-import os
-import subprocess
-import sys
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 
 from flyte_ddp.manifest import read_manifest
-from tests.commands import ROOT
+from flyte_ddp.script import mirror
+from flyte_ddp.settings import RunOptions
+from tests.script.attempt import FolderScript, Node
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 
-def start(root: Path, number: int, script: Path, *arguments: str, ranks: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.script.attempt", str(root), str(number), str(ranks), str(script)]
-    return subprocess.Popen(
-        [*command, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=open(root / f"log-{number}", "w"),
-        text=True,
-        start_new_session=True,
-    )
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setattr(mirror, "QUIET_SECONDS", 0.3)
 
 
 def finish(root: Path, number: int, script: Path, *arguments: str, ranks: int = 2) -> tuple[dict, str]:
-    """The outputs of an attempt that succeeds, and what it has said."""
-    with start(root, number, script, *arguments, ranks=ranks) as process:
-        assert process.stdout is not None
-        outputs = process.stdout.read()
-    said = (root / f"log-{number}").read_text()
-    assert process.returncode == 0, said
-    return json.loads(outputs), said
+    """The outputs of an attempt that succeeds, and what it has said. Its ranks are those of a test: torch is there."""
+    training = FolderScript(script, arguments)
+    training.platform = Node(root, number)
+    with redirect_stderr(io.StringIO()) as said:
+        outputs = training.run(RunOptions(nproc=ranks, tracking="off"))
+    return outputs, said.getvalue()
 
 
 def test_a_script_with_the_trainer_of_transformers(tmp_path):
