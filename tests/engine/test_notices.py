@@ -1,7 +1,6 @@
 """A SIGTERM in each phase of a training: what it costs is what it must, and the resume has the same bits."""
 
 import os
-import subprocess
 
 import pytest
 import torch
@@ -10,7 +9,8 @@ from flyte_ddp.events import Event, RunStarted
 from flyte_ddp.launch.failures import PreemptedError
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.training import train as train_here
-from tests.commands import ROOT, free_port, same
+from tests.commands import free_port, same
+from tests.programs import run_on_two_nodes
 from tests.small_training import identical
 
 RECIPE = {
@@ -124,16 +124,11 @@ ON_ONE = TrainingSettings(epochs=2, batch_size=12, test_batch_size=4, log_interv
 def test_a_notice_on_one_of_two_nodes_ends_both(whole, tmp_path):
     """Its rank alone hears of it, in an evaluation. Two ranks of one node go on."""
     (tmp_path / "on_nodes.py").write_text(ON_NODES)
-    command = [
-        "torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(tmp_path / "on_nodes.py"), str(tmp_path / "trained"),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DDP_TEST_PHASE": "evaluation 3"}
-    nodes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for node in nodes:
-        said = node.communicate(timeout=240)[1]
-        assert node.returncode != 0
-        assert "stopped on request in the evaluation after epoch 1, step 7, with which a resume begins" in said
+    said = run_on_two_nodes(
+        tmp_path / "on_nodes.py", free_port(), str(tmp_path / "trained"), nodes=2 * [{"DDP_TEST_PHASE": "evaluation 3"}]
+    )
+    for node in said:
+        assert "stopped on request in the evaluation after epoch 1, step 7, with which a resume begins" in node.error
     assert not (tmp_path / "trained" / "model.pt").exists()
     begun: list[Event] = []
     train_here(

@@ -1,11 +1,7 @@
 """Trainings under Lightning by real ranks: the project in docs/lightning.md, and variants of it."""
 
-import functools
 import math
-import os
 import shutil
-import subprocess
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -14,9 +10,10 @@ import torch
 
 from flyte_ddp.events import CheckpointWritten, EpochChosen, EpochFinished, NotLearning, RunStarted, StepLogged
 from flyte_ddp.report.words import split_sizes
-from tests.commands import ROOT, free_port, same
+from tests.commands import free_port, same
 from tests.lightning.project import KilledError, at_checkpoint, kill, of, settings, train
-from tests.pod import CORES, TWO_NODES
+from tests.pod import TWO_NODES
+from tests.programs import run_on_two_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
 
@@ -56,25 +53,11 @@ print(train())
 
 def test_on_two_nodes_it_is_as_on_one(project, tmp_path, whole):
     """Each is a process with the variables that torchrun sets, a core and folders of its own."""
-    torchruns = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, **TWO_NODES, **torchruns, "MASTER_PORT": str(free_port())}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(project)])
     (tmp_path / "node.py").write_text(AS_RANK)
-    nodes = []
-    for rank in ("0", "1"):
-        own = {"RANK": rank, "GROUP_RANK": rank, "DDP_RUNS_DIR": str(tmp_path / rank)}
-        on_one_core = functools.partial(os.sched_setaffinity, 0, [next(CORES)])
-        nodes.append(
-            subprocess.Popen(
-                [sys.executable, tmp_path / "node.py"], env={**environment, **own}, preexec_fn=on_one_core,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    said = [node.communicate(timeout=300) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    (model, _), (nothing, _) = said
-    assert nothing.strip() == ""
-    assert same(torch.load(model.strip(), weights_only=True), whole.weights)
+    own = [{**TWO_NODES, "DDP_RUNS_DIR": str(tmp_path / rank)} for rank in ("0", "1")]
+    model, nothing = run_on_two_nodes(tmp_path / "node.py", free_port(), nodes=own)
+    assert [model.error, nothing.error, nothing.printed.strip()] == ["", "", ""]
+    assert same(torch.load(model.printed.strip(), weights_only=True), whole.weights)
 
 
 def test_a_loader_with_a_state_goes_on_within_an_epoch(tmp_path):

@@ -1,12 +1,8 @@
 """Ranks that are killed while they write a sharded checkpoint; hosts that do not share its folder."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.programs import run_program
 
 KILLS = """if True:
     import os, shutil, signal, sys
@@ -124,10 +120,10 @@ KILLS = """if True:
 @pytest.mark.parametrize("kind", ["folder", "storage"])
 def test_ranks_that_are_killed_before_any_operation_leave_the_old_one_or_the_new_one(tmp_path, kind):
     """Just before one of them makes its n-th operation on a file or folder: in a folder all at once, else that one."""
-    command = [sys.executable, "-c", KILLS, str(tmp_path), kind]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 18
+    (tmp_path / "kills.py").write_text(KILLS)
+    said = run_program(tmp_path / "kills.py", str(tmp_path), kind)
+    assert said.error == ""
+    assert int(said.printed) >= 18
 
 
 HOSTS = """if True:
@@ -151,7 +147,9 @@ HOSTS = """if True:
         refused = "one that all hosts share" in str(error) and "which rank 1 does not see" in str(error)
     distributed.barrier()
     status = refused == is_shared or any(own.iterdir())
-    os._exit(status if rank else os.waitstatus_to_exitcode(os.wait()[1]) or status)
+    if rank:
+        os._exit(status)
+    print("the statuses:", int(status), os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
@@ -159,5 +157,6 @@ HOSTS = """if True:
 @pytest.mark.parametrize("kind", ["shared", "apart"])
 def test_hosts_that_do_not_share_the_folder_are_refused(tmp_path, kind):
     """The folder is named alike on both, but each may have its own."""
-    done = subprocess.run([sys.executable, "-c", HOSTS, str(tmp_path), kind], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "hosts.py").write_text(HOSTS)
+    said = run_program(tmp_path / "hosts.py", str(tmp_path), kind)
+    assert (said.error, said.printed) == ("", "the statuses: 0 0\n")
