@@ -88,8 +88,7 @@ def test_biases_of_batch_norm_have_a_rate_of_their_own(small_data):
 @pytest.mark.slow
 def test_it_learns_resumes_and_is_the_same_on_one_rank_with_virtual_ranks(train):
     settings = {**SETTINGS, "virtual_ranks": 2}
-    one, two = (train(ranks, name=f"{ranks} of 2", **settings) for ranks in (1, 2))
-    assert identical(one, two)
+    two = train(2, name="whole", **settings)
 
     def unplug(event):
         if isinstance(event, CheckpointWritten):
@@ -97,7 +96,7 @@ def test_it_learns_resumes_and_is_the_same_on_one_rank_with_virtual_ranks(train)
 
     with pytest.raises(Unplugged):
         train(2, name="cut", **settings, checkpoint_seconds=0, on_event=unplug)
-    resumed = train(2, name="cut", **settings)
+    resumed = train(1, name="cut", **settings)
     assert (resumed.events[0].first_epoch, resumed.events[0].first_step) > (0, 0)
     assert identical(resumed, two)
     assert two.result.epochs[1].train["loss"] < two.result.epochs[0].train["loss"]
