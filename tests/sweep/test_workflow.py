@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flyteidl.core.dynamic_job_pb2 import DynamicJobSpec
 from flyteidl.core.literals_pb2 import Literal, LiteralCollection, Scalar, Void
-from flytekit.core.context_manager import FlyteEntities
+from flytekit.core.context_manager import FlyteContextManager, FlyteEntities
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile, PythonPickledFile
 
@@ -25,7 +25,9 @@ from flyte_ddp.settings import RunOptions, TrainingSettings
 from flyte_ddp.sweep.halving import Entrant, TrialResult, latest_results
 from flyte_ddp.sweep.search import Sweep
 from flyte_ddp.sweep.task import next_rung, run_sweep, try_out
+from flyte_ddp.training import train
 from scripts.dry_run import decode
+from tests.attempt.test_checkpoints import on_a_cluster
 from tests.commands import ROOT, pyflyte, words
 from tests.object_storage import object_storage
 from tests.pod import Pod, container_of, literal, package_for_here, small_dataset
@@ -87,6 +89,21 @@ def test_a_trial_without_an_evaluation_has_failed_for_want_of_the_measure(tmp_pa
     result = try_out(lambda settings: outputs, TrainingSettings, Entrant(TrainingSettings().to_json()))
     (trial,) = latest_results(Sweep(), [asdict(TrainingSettings())], [[result]])
     assert trial.result.failure == "it has no measure accuracy"
+
+
+def test_a_trial_of_the_last_rung_stores_its_report_and_no_checkpoint(tmp_path):
+    (tmp_path / "report.html").write_text("<!DOCTYPE html>")
+    figures: Any = SimpleNamespace(
+        measures={}, validation_samples=0, test_samples=5, total_seconds=1.0, lower_is_better=[]
+    )
+    report, logs = FlyteFile(str(tmp_path / "report.html")), FlyteDirectory(str(tmp_path))
+    outputs = RecipeOutputs([{"accuracy": 0.5}], PythonPickledFile(""), figures, report, logs)
+    with on_a_cluster(None, tmp_path / "pod"):
+        result = try_out(lambda settings: outputs, Hyperparameters, Entrant(HP.to_json()))
+        raw = FlyteContextManager.current_context().file_access.raw_output_prefix
+    assert result.report.startswith(raw)
+    assert Path(result.report).read_text() == "<!DOCTYPE html>"
+    assert result.checkpoint == ""
 
 
 def test_trials_from_a_folder_of_weights_are_not_cut():
@@ -151,24 +168,23 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial_and_that_of_the_next
         container_of(registered).resources,
     )
 
-    gone = str(place / "gone" / "final-checkpoint")  # without it the training begins at the start
     given = {"data": small_dataset(place / "small"), "options": literal(RunOptions())}
-    number = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "0"}
-    entrants = {"entrant": literals([Entrant(replace(HP, stop_after=1).to_json(), gone)])}
-    trial = Pod(mapped, {**entrants, **given}, place / "trial", environment=number)
-    first = trial.run()["o0"]
-    result = TrialResult(**decode(first))
-    assert result.split == "test", "as it was not told to hold any images out"
-    assert result.checkpoint.startswith(str(trial.folder / "raw")), "Flyte's storage"
-    other = TrialResult({"accuracy": 0.01}, 296)
-    (going,) = next_rung(sweep=Sweep(reduction_factor=2), trials=[HP.to_json()] * 2, rungs=[[result, other]])
+    recipe, first = "flyte_ddp.recipes.images:ImageClassifier", replace(HP, stop_after=1)
+    train(recipe, first, RunOptions(nproc=1), place / "small", place / "first", on_event=lambda event: None)
+    checkpoint = (place / "first" / "final-checkpoint").read_bytes()
     with object_storage() as storage:
-        storage.objects["bucket/rung/final-checkpoint"] = Path(going.checkpoint).read_bytes()
-        entrants = {"entrant": literals([replace(going, checkpoint="s3://bucket/rung/final-checkpoint")])}
-        second = Pod(mapped, {**entrants, **given}, place / "second", environment={**number, **storage.environment})
+        storage.objects["bucket/rung/final-checkpoint"] = checkpoint
+        going = Entrant(replace(HP, stop_after=2).to_json(), "s3://bucket/rung/final-checkpoint")
+        environment = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "INDEX", "INDEX": "0", **storage.environment}
+        second = Pod(mapped, {"entrant": literals([going]), **given}, place / "second", environment=environment)
         trained = second.run()["o0"]
     assert "Continues from final-checkpoint, after epoch 1" in second.log
-    assert (decode(trained)["failure"], decode(trained)["checkpoint"]) == ("", "")
+    result = TrialResult(**decode(trained))
+    assert (result.failure, result.split) == ("", "test"), "as it was not told to hold any images out"
+    assert result.checkpoint.startswith(str(second.folder / "raw")), "Flyte's storage"
+    other = TrialResult({"accuracy": 0.01}, 296)
+    (going,) = next_rung(sweep=Sweep(reduction_factor=2), trials=[HP.to_json()] * 2, rungs=[[result, other]])
+    assert going == Entrant(HP.to_json(), result.checkpoint)
 
     lost = Literal(scalar=Scalar(none_type=Void()))
     diverged = literal(TrialResult(failure="NonFiniteError: loss is not finite in epoch 1"))
