@@ -93,7 +93,11 @@ def test_each_file_gives_the_accuracy_of_the_training_from_pixels_alone(exported
 def test_the_card_names_the_classes_and_what_the_images_are(exported):
     for file in ("model.safetensors", "model.pt2", "model.onnx"):
         assert f"{file}: accuracy {exported.accuracy:.6g} on the test split, the same as the model" in exported.said
+    assert sorted(file.name for file in exported.folder.iterdir()) == [
+        "model.json", "model.onnx", "model.pt2", "model.safetensors", "model_card.html", "model_card.md",
+    ]  # fmt: skip
     text = (exported.folder / "model_card.md").read_text().replace("\\", "")
+    assert 'InferenceSession("model.onnx").run(None, {"images": images})' in text
     assert text.startswith("# fashion_cnn, trained on photos\n")
     assert ", ".join(CLASSES) in text
     for fact in ("images: (batch, 3, 28, 28) float32", "epochs 1,", *(f"| {name} | " for name in CLASSES)):
