@@ -6,9 +6,6 @@ Its ranks import this module: without flytekit, and so without tests.commands, w
 import os
 import random
 import re
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,7 +18,9 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.events import NotLearning
 from flyte_ddp.launch.failures import RecoverableRankError
 from flyte_ddp.recipes.images import ImageClassifier
+from tests.commands import free_port
 from tests.engine.virtual_ranks.test_same_bits import BATCH_NORM, SHORT
+from tests.programs import run_on_two_nodes
 from tests.small_training import first_and_slow, identical
 
 IN_PLACE = {"recipe": f"{__name__}:InPlace", "batch_size": 15, "train_fraction": 64 / 318}
@@ -188,36 +187,26 @@ import sys
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
-data, every = sys.argv[1:]
-hp, options = Hyperparameters(epochs=1, virtual_ranks=2), RunOptions(audit_every=int(every), tracking="off")
-train("flyte_ddp.recipes.images:ImageClassifier", hp, options, data=data, output="out", on_event=print)
+data, output = sys.argv[1:]
+for every in (0, 5):
+    hp, options = Hyperparameters(epochs=1, virtual_ranks=2), RunOptions(audit_every=every, tracking="off")
+    train("flyte_ddp.recipes.images:ImageClassifier", hp, options, data=data, output=output, on_event=print)
+    print("trained without an audit")
 """
 SSE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("every", "words"), [(0, r"NotLearning\(.*{}: the result depends"), (5, r"audit_every must be 0 .* got 5: .*{}")]
-)
-def test_processors_that_compute_other_bits_are_named_before_the_first_step(tmp_path, small_data, every, words):
+def test_processors_that_compute_other_bits_are_named_before_the_first_step(tmp_path, small_data):
     (tmp_path / "program.py").write_text(PROGRAM)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    path = os.pathsep.join(sys.path)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": path}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "program.py", small_data, str(every)], cwd=tmp_path, text=True,
-            env={**os.environ, **meeting, "RANK": str(rank), **capability},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank, capability in enumerate(({}, SSE))
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    arguments = str(small_data), str(tmp_path / "out")
+    said = run_on_two_nodes(tmp_path / "program.py", free_port(), *arguments, nodes=[{}, SSE])
     odd = r"have other bits on each of rank 0 on \S+ \(CPU, \w+\), rank 1 on \S+ \(CPU, DEFAULT\)"
-    assert re.search(words.format(odd), said[0]), said
-    assert [rank.returncode == 0 for rank in ranks] == [not every] * 2
+    without, _, _ = said[0].printed.partition("trained without an audit\n")
+    assert re.search(rf"NotLearning\(.*{odd}: the result depends", without), said
+    assert said[1].printed == "trained without an audit\n"
+    assert re.search(rf"audit_every must be 0 .* got 5: .*{odd}", said[0].error), said
+    assert "got 5" in said[1].error
 
 
 def test_each_rank_of_many_is_audited_and_always_by_one_of_another_host():
