@@ -128,11 +128,17 @@ def test_a_killed_loader_worker_is_worth_a_retry_and_one_that_is_asked_to_stop_g
     assert launch("signal_a_worker", (data, 2, signal.SIGTERM)) == [99]
 
 
-READER = """
+LAUNCH = """
 import sys
-from tests.engine.batches.test_loading import launch
+from flyte_ddp.launch import launcher
+from flyte_ddp.launch.environment import World
+def launch(function, *arguments, on_event=lambda event: None):
+    world = World(size=1, local_size=1, backend="gloo", device="cpu")
+    launcher.launch(f"tests.engine.loading_targets:{function}", world, arguments, 60, on_event)
+"""
+READER = f"""{LAUNCH}
 try:
-    launch("read_an_epoch", (sys.argv[1], 2))
+    launch("read_an_epoch", sys.argv[1], 2)
 except Exception as error:
     print(error)
 """
@@ -161,10 +167,8 @@ def test_loader_workers_end_with_a_killed_rank(digits, tmp_path):
     assert all(has_ended(pid) for pid in pids(tmp_path))
 
 
-PARENT = """
-import sys
-from tests.engine.batches.test_loading import launch
-launch("load_and_wait", (sys.argv[1], 3, sys.argv[2]), on_event=lambda event: print(type(event).__name__, flush=True))
+PARENT = f"""{LAUNCH}
+launch("load_and_wait", sys.argv[1], 3, sys.argv[2], on_event=lambda event: print(type(event).__name__, flush=True))
 """
 
 
