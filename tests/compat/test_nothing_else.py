@@ -1,6 +1,7 @@
 """Private parts of other libraries are used in files named *_compat.py, and nowhere else."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PRIVATE = re.compile(r"_(?!_)\w+|__\w+(?<!__)")
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 DOCUMENTED = {"os._exit", "sys._getframe"}
+BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 OURS = ("flyte_ddp", "flyte2", "workflows", "examples")
 
 
@@ -31,7 +33,7 @@ def _touched(tree: ast.Module) -> Iterator[str]:
             module = getattr(node, "module", None) or ""
             names = [f"{module}.{alias.name}" for alias in node.names]
             yield from (name for name in names if any(PRIVATE.fullmatch(part) for part in name.split(".")))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
             name = node.args[1]
             if isinstance(name, ast.Constant) and PRIVATE.fullmatch(str(name.value)):
                 yield ast.unparse(node)
@@ -56,10 +58,12 @@ def _named(owner: ast.ClassDef) -> set[str]:
     return {name for name in names if PRIVATE.fullmatch(name)} - NAMED_TUPLES
 
 
-def _names_of(base: type) -> Iterator[str]:
-    yield from vars(base)
+@functools.cache  # to find a class in its file takes a second for some
+def _names_of(base: type) -> set[str]:
+    names = {*vars(base)}
     with suppress(OSError, TypeError):  # it may have no source
-        yield from re.findall(r"\b(?:self|cls)\.(_\w+)", inspect.getsource(base))
+        names |= {*re.findall(r"\b(?:self|cls)\.(_\w+)", inspect.getsource(base))}
+    return names
 
 
 @pytest.mark.slow
