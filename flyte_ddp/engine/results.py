@@ -76,12 +76,15 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
 
     Raises:
         InputError: A file cannot be written. Rank 0 alone raises it.
+        Exception: Whatever the recipe's pictures() raises.
     """
     path = Path(job.model_path)
     is_first = distributed.get_rank() == 0
     with writing_to(path.parent, job.chosen_by):
         digest = write_weights(setup, job, path, tested.measures, split="test")
-        drawn = draw_pictures(setup.state, setup.test.split) if is_first or is_sharded(setup.state.model) else []
+    # Outside of the blocks, because an OSError of the recipe's code says nothing about the folder
+    drawn = draw_pictures(setup.state, setup.test.split) if is_first or is_sharded(setup.state.model) else []
+    with writing_to(job.logs, job.chosen_by):
         for name in (PREDICTIONS, PICTURES) if is_first else ():
             Path(job.logs, name).unlink(missing_ok=True)
         if tested.predictions is not None:

@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from flyte_ddp.engine.checkpoints.checkpoint import check_readable, write_checkpoint
 from flyte_ddp.engine.checkpoints.resume import state_on_all_ranks
 from flyte_ddp.engine.job import Job
+from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import CheckpointFailed, CheckpointWritten, Event
 from flyte_ddp.lightning.kept import KeptFiles
 from flyte_ddp.lightning.lightning_compat import call_callbacks_on_load, call_module, checkpoint_now
@@ -139,10 +140,14 @@ class CheckpointFiles(TorchCheckpointIO):
 
         Call it after a resume, before a new checkpoint is written, because it reads the file again. It also calls the
         hook on_load_checkpoint of the module and of all callbacks.
+
+        Raises:
+            RecoverableError: The checkpoint is gone since it was first read, or cannot be read now.
         """
         self.find()
         state, self._state = self._state, None
-        assert state
+        if not state:
+            raise RecoverableError(f"{self._path} is gone, from which this attempt has resumed and must load again")
         call_module(trainer, "on_load_checkpoint", state)  # it may add what the module's on_save_checkpoint leaves out
         trainer.strategy.load_model_state_dict(state, strict=trainer.lightning_module.strict_loading)
         call_callbacks_on_load(trainer, state)  # a WeightAveraging's checkpoint has the average in place of the weights

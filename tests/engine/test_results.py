@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from flyte_ddp.errors import InputError
+from flyte_ddp.events import EpochFinished
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
 from tests.engine.probe_recipes import SIZE, Settings, Sound
@@ -27,6 +28,13 @@ class Seen(Sound):
 
     def pictures(self, outputs, batch):
         return [("one", batch[0].expand(1, 8, 8))]
+
+
+class Titled(Sound):
+    """Its pictures have a caption from a file."""
+
+    def pictures(self, outputs, batch):
+        return [(Path("caption").read_text(), batch[0].expand(1, 8, 8))]
 
 
 class OldNorm(Sound):
@@ -51,8 +59,8 @@ def small_files(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def run(recipe, output):
-    return train(recipe, Settings(), RunOptions(), output=output, on_event=lambda event: None)
+def run(recipe, output, on_event=lambda event: None):
+    return train(recipe, Settings(), RunOptions(), output=output, on_event=on_event)
 
 
 def test_a_full_disk_leaves_no_predictions_and_says_why(tmp_path):
@@ -60,6 +68,20 @@ def test_a_full_disk_leaves_no_predictions_and_says_why(tmp_path):
     with small_files(500_000), pytest.raises(InputError, match=f"^cannot write to {tmp_path}: File too large; free"):
         run(Seen, tmp_path)
     assert not [*tmp_path.glob("predictions.npy"), *tmp_path.glob(".*")]
+
+
+def test_a_file_that_pictures_miss_is_not_taken_for_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    caption = tmp_path / "caption"
+    caption.write_text("one")
+
+    def lose_it(event):
+        if isinstance(event, EpochFinished):
+            caption.unlink(missing_ok=True)
+
+    with pytest.raises(FileNotFoundError, match="caption"):
+        run(Titled, tmp_path / "trained", lose_it)
+    assert (tmp_path / "trained" / "model.pt").exists()
 
 
 ONTO_A_FULL_DISK = """if True:
