@@ -1,8 +1,10 @@
 """A training that starts from a folder of weights, which has to be whole, and which its model() has to load."""
 
+import importlib
 import json
 import shutil
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +17,16 @@ from flyte_ddp.launch.failures import RankError
 from flyte_ddp.model_files.pretrained import check_pretrained
 from flyte_ddp.settings import RunOptions
 from flyte_ddp.training import train
-from tests.engine.pretrained_recipes import Adapted, Anew, FromTheHub, Tuned, Untyped, save_encoder
 from tests.engine.probe_recipes import Settings
 from tests.engine.test_frozen_base import run, weights
 
 INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def recipes() -> Any:
+    """Their module. It imports transformers and peft, which takes 1.4 s: not in each process that collects tests."""
+    return importlib.import_module("tests.engine.pretrained_recipes")
 
 
 @pytest.fixture
@@ -90,51 +97,52 @@ def test_a_folder_that_is_not_whole_is_refused(folder, damage, words):
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_training_starts_from_a_folder_which_belongs_to_its_identity(tmp_path):
+def test_a_training_starts_from_a_folder_which_belongs_to_its_identity(tmp_path, recipes):
     first, other = tmp_path / "first", tmp_path / "other"
-    save_encoder(first)
-    save_encoder(other, seed=1)
+    recipes.save_encoder(first)
+    recipes.save_encoder(other, seed=1)
     assert len(list(first.glob("*.safetensors"))) > 1
-    result, events = run(Tuned, tmp_path, init=first)
+    result, events = run(recipes.Tuned, tmp_path, init=first)
     (started,) = [event for event in events if isinstance(event, RunStarted)]
     assert started.remarks == ["Starts from the folder first"]
     assert isinstance(tqdm.get_lock(), type(threading.RLock())), "or each rank would leave a semaphore behind"
-    assert Tuned.load_model(result.model_path, init_path=first).state_dict().keys() == weights(result.model_path).keys()
+    loaded = recipes.Tuned.load_model(result.model_path, init_path=first)
+    assert loaded.state_dict().keys() == weights(result.model_path).keys()
     with pytest.raises(InputError, match=r"Tuned starts from given weights: give the folder that has them as init"):
-        Tuned.load_model(result.model_path)
+        recipes.Tuned.load_model(result.model_path)
     with pytest.raises(InputError, match=r"Tuned starts from given weights"):
-        run(Tuned, tmp_path / "none")
+        run(recipes.Tuned, tmp_path / "none")
     shutil.copy(tmp_path / "final-checkpoint", tmp_path / "checkpoint")
     with pytest.raises(InputError, match="the checkpoint there belongs to another training: its init was"):
-        run(Tuned, tmp_path, init=other)
+        run(recipes.Tuned, tmp_path, init=other)
 
 
 @pytest.mark.usefixtures("alone")
-def test_adapters_of_a_folders_weights_are_loaded_with_the_same_folder_alone(tmp_path):
+def test_adapters_of_a_folders_weights_are_loaded_with_the_same_folder_alone(tmp_path, recipes):
     first, other = tmp_path / "first", tmp_path / "other"
-    save_encoder(first, dtype=torch.bfloat16)
-    save_encoder(other, seed=1, dtype=torch.bfloat16)
-    result, _ = run(Adapted, tmp_path, init=first)
+    recipes.save_encoder(first, dtype=torch.bfloat16)
+    recipes.save_encoder(other, seed=1, dtype=torch.bfloat16)
+    result, _ = run(recipes.Adapted, tmp_path, init=first)
     assert {"lora" in name for name in weights(result.model_path)} == {True}
-    loaded = Adapted.load_model(result.model_path, init_path=first)
+    loaded = recipes.Adapted.load_model(result.model_path, init_path=first)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.float32, torch.bfloat16}
     with pytest.raises(
         InputError, match=r"model_state leaves out .* give the settings, data and init of that training"
     ):
-        Adapted.load_model(result.model_path, init_path=other)
+        recipes.Adapted.load_model(result.model_path, init_path=other)
     with pytest.raises(InputError, match=r"Untyped\.model .* is bfloat16, but what is trained must be float32"):
-        run(Untyped, tmp_path / "untyped", init=first)
+        run(recipes.Untyped, tmp_path / "untyped", init=first)
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_folder_that_model_leaves_aside_is_refused(tmp_path):
-    save_encoder(tmp_path / "first")
+def test_a_folder_that_model_leaves_aside_is_refused(tmp_path, recipes):
+    recipes.save_encoder(tmp_path / "first")
     with pytest.raises(InputError, match=r"Anew\.model .* must load init, which is the folder .*/first: for example"):
-        run(Anew, tmp_path, init=tmp_path / "first")
+        run(recipes.Anew, tmp_path, init=tmp_path / "first")
     with pytest.raises(InputError, match=r"init_leave_out must be empty, because model\(\) itself loads the folder"):
-        run(Tuned, tmp_path, init=tmp_path / "first", init_leave_out="classifier")
+        run(recipes.Tuned, tmp_path, init=tmp_path / "first", init_leave_out="classifier")
 
 
-def test_a_rank_asks_no_hub(tmp_path):
+def test_a_rank_asks_no_hub(tmp_path, recipes):
     with pytest.raises(RankError, match=r"OSError: .* couldn't find them in the cached files"):
-        train(FromTheHub, Settings(), RunOptions(nproc=1), output=tmp_path)
+        train(recipes.FromTheHub, Settings(), RunOptions(nproc=1), output=tmp_path)
