@@ -53,21 +53,22 @@ class KilledError(Exception):
     pass
 
 
-def trained(folder: Path, recipe: type = Averaged, nproc: int = 1, stop: int = 0, **values: Any):
-    """Train, or be killed after this step of the second epoch, and return the result and what was told of updates."""
+def trained(folder: Path, recipe: type = Averaged, nproc: int = 1, is_killed: bool = False, **values: Any):
+    """Train, or be killed in the middle of the second epoch, and return the result and what was told of updates."""
     told: list[str] = []
 
     def listen(event: Event) -> None:
         if isinstance(event, NotLearning) and "left out" in event.reason:
             told.append(event.reason)
-        if stop and isinstance(event, CheckpointWritten) and (event.epoch, event.step) >= (1, stop):
+        if is_killed and isinstance(event, CheckpointWritten) and (event.epoch, event.step) >= (1, 60):
             raise KilledError
 
+    # Each evaluation is followed by a checkpoint: there is one after step 60 of 120
     settings = TrainingSettings(
-        epochs=EPOCHS, batch_size=4, log_interval=5, virtual_ranks=3, **{"skip_spikes": 6, **values}
-    )
-    options = RunOptions(nproc=nproc, checkpoint_seconds=0 if stop else 60)
-    return train(recipe, settings, options, output=folder, on_event=listen), told
+        epochs=EPOCHS, batch_size=4, log_interval=5, virtual_ranks=3, evaluations_per_epoch=2,
+        **{"skip_spikes": 6, **values},
+    )  # fmt: skip
+    return train(recipe, settings, RunOptions(nproc=nproc), output=folder, on_event=listen), told
 
 
 def test_a_spike_is_told_and_hardly_moves_the_mean():
@@ -107,11 +108,12 @@ def test_the_update_of_a_spike_is_left_out_to_the_same_bits_killed_or_not(tmp_pa
     line = "updates left out in steps {} of epoch {}, whose gradients leap: 1"
     assert told == [line.format("96 to 100", 1), line.format("111 to 115", 2)]
     with pytest.raises(KilledError):
-        trained(tmp_path / "killed", recipe, nproc=2, stop=60)  # with too few steps left to judge by these alone
-    resumed, told_then = trained(tmp_path / "killed", recipe, nproc=3)
+        trained(tmp_path / "killed", recipe, is_killed=True)  # with too few steps left to judge by these alone
+    resumed, told_then = trained(tmp_path / "killed", recipe, nproc=2)
     assert (resumed.digest, told_then) == (whole.digest, told[1:])
-    other, nothing = trained(tmp_path / "other", recipe, skip_spikes=0)
-    assert (other.digest == whole.digest, nothing) == (False, [])
+    other, nothing = trained(tmp_path / "other", recipe, skip_spikes=0, stop_after=1)
+    is_same = [ours.digest == theirs.digest for ours, theirs in zip(other.epochs, whole.epochs[:2], strict=True)]
+    assert (is_same, nothing) == ([True, False], [])  # before and after the first spike
 
 
 @pytest.mark.parametrize("recipe", [Averaged, ByHost])
