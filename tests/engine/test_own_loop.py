@@ -223,7 +223,7 @@ def test_ranks_of_a_host_without_the_checkpoint_are_sent_it(own, undisturbed):
 
 @pytest.mark.parametrize("log_interval", [1, 1000])
 def test_a_loop_that_is_left_early_has_measures_of_what_it_did(own, log_interval):
-    trained = own(loop="left_early", epochs=9, checkpoint_seconds=0, log_interval=log_interval)
+    trained = own(1, "left_early", epochs=9, checkpoint_seconds=0, log_interval=log_interval)
     assert [(epoch.epoch, epoch.fraction, epoch.samples) for epoch in trained.result.epochs] == [
         (0, pytest.approx(3 / 7), 36), (1, pytest.approx(3 / 7), 36),
     ]  # fmt: skip
@@ -233,7 +233,7 @@ def test_a_loop_that_is_left_early_has_measures_of_what_it_did(own, log_interval
 
 
 def test_an_epoch_without_a_step_has_only_what_was_evaluated(own):
-    first, second = own(loop="left_before_the_first_step").result.epochs
+    first, second = own(1, "left_before_the_first_step").result.epochs
     assert (first.train, first.samples, first.test, second.test) == ({}, 0, {"loss": 1.0}, {"loss": 1.0})
 
 
@@ -256,13 +256,13 @@ def test_a_compiled_network_has_the_names_and_bits_of_the_network_in_it(own, und
 
 
 def test_a_loop_that_returns_within_an_epoch_is_told_that_its_weights_have_no_measures(mistaken):
-    trained = mistaken("returns_within_an_epoch").result
+    trained = mistaken("returns_within_an_epoch", 1).result
     (warning,) = trained.warnings
     assert warning.reason.startswith("the loop has returned within an epoch, so no measures are those of the weights")
     assert [epoch.epoch for epoch in trained.epochs] == [0]
     assert trained.digest != trained.epochs[0].digest
     with pytest.raises(RankError, match="NonFiniteError: loss is not finite in epoch 2, step 3"):
-        mistaken("returns_nan", name="nan", log_interval=100)
+        mistaken("returns_nan", 1, name="nan", log_interval=100)
 
 
 def test_an_epoch_whose_steps_go_on_after_its_evaluation_is_warned_of_once(mistaken):
@@ -320,7 +320,7 @@ def test_measures_go_by_their_names_on_each_rank_and_one_that_is_not_finite_is_w
 
 def test_a_loss_of_an_evaluation_that_is_not_finite_ends_it(mistaken):
     with pytest.raises(RankError, match="NonFiniteError: the loss on the test split is nan after epoch 1"):
-        mistaken("evaluates_nan")
+        mistaken("evaluates_nan", 1)
 
 
 def test_a_buffer_that_is_saved_under_another_name_is_saved():

@@ -62,7 +62,8 @@ def own_here(alone, tmp_path):
 
     def run(loop, virtual_ranks, **more):
         settings = TrainingSettings(virtual_ranks=virtual_ranks, **{"batch_size": 12, "epochs": 2, **more})
-        trained = train(BY_PARTS + loop, settings, RunOptions(tracking="off"), output=tmp_path / f"{virtual_ranks}")
+        options = RunOptions(tracking="off", loader_workers=0)  # of a loop that fails, workers would stay
+        trained = train(BY_PARTS + loop, settings, options, output=tmp_path / f"{virtual_ranks}")
         return torch.load(trained.model_path, weights_only=True)
 
     return run
@@ -148,22 +149,27 @@ def test_a_resume_has_what_was_measured_and_drawn_before(own):
         ("evaluates_in_training_mode", r"an evaluation must leave buffers as they are, and it changes model\."),
     ],
 )
-def test_evaluations_by_which_the_result_would_follow_the_ranks_are_refused(own, loop, words):
+def test_evaluations_by_which_the_result_would_follow_the_ranks_are_refused(own_here, loop, words):
     with pytest.raises(InputError, match=words):
-        own(2, loop)
+        own_here(loop, 4)
 
 
 @pytest.mark.parametrize("change", ["replaces", "fills"])
-def test_a_buffer_that_an_evaluation_changes_is_refused_on_one_rank_too(own, change):
+def test_a_buffer_that_an_evaluation_changes_is_refused_on_one_rank_too(own_here, change):
     with pytest.raises(InputError, match=r"an evaluation must leave buffers as they are, and it changes other\.seen"):
-        own(1, f"{change}_a_buffer_while_it_evaluates")
+        own_here(f"{change}_a_buffer_while_it_evaluates", 4)
 
 
-def test_measures_belong_to_batches_of_an_evaluation(own):
-    with pytest.raises(InputError, match=r"loop.measured must be called for each batch, while you iterate over loop"):
-        own(1, "measures_outside")
-    with pytest.raises(InputError, match=r"loss must have a value for each sample, or be a pair .* got a single num"):
-        own(1, "measures_a_mean")
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        ("measures_outside", r"loop.measured must be called for each batch, while you iterate over loop"),
+        ("measures_a_mean", r"loss must have a value for each sample, or be a pair .* got a single num"),
+    ],
+)
+def test_measures_belong_to_batches_of_an_evaluation(own_here, loop, words):
+    with pytest.raises(InputError, match=words):
+        own_here(loop, 4)
 
 
 @pytest.mark.parametrize("change", ["replaced", "scaled", "zeroed"])
@@ -222,9 +228,9 @@ def test_the_mean_of_the_parts_is_that_of_the_batch(own, plain):
         ("accumulates", r"no_sync must not be called with virtual_ranks: a batch has parts already"),
     ],
 )
-def test_a_mistake_is_one_error_with_its_remedy(own, loop, words):
+def test_a_mistake_is_one_error_with_its_remedy(own_here, loop, words):
     with pytest.raises(InputError, match=words):
-        own(loop=loop)
+        own_here(loop, 4)
 
 
 @pytest.mark.parametrize(
