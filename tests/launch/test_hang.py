@@ -32,16 +32,23 @@ LEFT_BEHIND = """if True:
         print(forkserver._forkserver._forkserver_pid)
         raise OSError("observer")
     try:
-        launcher.launch(
-            "tests.launch.targets:say_pids_and_wait", World(2, 2, "gloo", "cpu"), sys.argv[1], 60, on_event
-        )
+        launcher.launch("waiting:wait", World(2, 2, "gloo", "cpu"), None, 60, on_event, preload=(), root=sys.argv[1])
     except OSError:
         print("ended")
+"""
+WAITING = """
+import threading
+from flyte_ddp.events import CheckpointFailed
+
+def wait(environment, link, argument):
+    link.emit(CheckpointFailed("waits"))
+    threading.Event().wait()
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no forkserver elsewhere")
 def test_a_rank_that_does_not_end_when_killed_is_left_behind(tmp_path):
+    (tmp_path / "waiting.py").write_text(WAITING)
     command = [sys.executable, "-c", LEFT_BEHIND, str(tmp_path)]
     with open(tmp_path / "out", "w") as out:
         done = subprocess.run(command, cwd=ROOT, stdout=out, timeout=120)
