@@ -89,16 +89,16 @@ def test_of_evaluations_before_it_was_asked_for_the_best_is_known(train, whole):
 def test_what_cannot_be_written_is_said_and_training_goes_on(train, whole, tmp_path):
     Path(tmp_path, "training").mkdir()
     Path(tmp_path, "training", "checkpoint-best").write_text("in the way")
-    trained = train(keep_best=1, **TWICE)
+    trained = train(1, keep_best=1, **TWICE)
     assert trained.result.kept == []
     failed = of(trained, CheckpointFailed)
     assert failed
     assert failed[0].reason.endswith("epoch 0.5 for keep_best: Not a directory")
-    assert same(trained.weights, whole(**TWICE).weights)
+    assert same(trained.weights, whole(1, **TWICE).weights)
 
 
 def test_a_model_that_cannot_be_written_leaves_the_one_before(train, whole, tmp_path):
-    epochs = whole(**TWICE).result.epochs
+    epochs = whole(1, **TWICE).result.epochs
     values = [epoch.validation["accuracy"] for epoch in epochs]
 
     def best(numbers):
@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before(train, whole, tmp_
             model, *_ = (tmp_path / "training" / "checkpoint-best").glob("*.pt")
             Path(f"{str(model).rpartition('-')[0]}-{last + 1}.pt").mkdir()
 
-    trained = train(keep_best=2, on_event=block, **TWICE)
+    trained = train(1, keep_best=2, on_event=block, **TWICE)
     expected = best(number for number in range(len(values)) if number != last)
     assert [one.value for one in trained.result.kept] == [values[number] for number in expected]
     assert len(of(trained, CheckpointFailed)) == 1

@@ -36,13 +36,13 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(train, whole, step, t
 
 def test_a_run_goes_on_in_the_precision_that_it_was_begun_in_whatever_auto_is_now(train, tmp_path):
     with pytest.raises(Unplugged):
-        train(name="cut", precision="auto", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
+        train(1, name="cut", precision="auto", log_interval=1, checkpoint_seconds=0, on_event=unplug_at(9))
     checkpoint = tmp_path / "cut" / "checkpoint"
     content = read_checkpoint(checkpoint, {})
     other = {"float32": "bfloat16", "bfloat16": "float32"}[content["state"]["precision"]]  # as from other hardware
     content["state"]["precision"] = other
     write_checkpoint(checkpoint, content)
-    resumed = train(name="cut", precision="auto", log_interval=1)
+    resumed = train(1, name="cut", precision="auto", log_interval=1)
     assert resumed.events[0].first_step > 0
     assert resumed.events[0].remarks == [f"precision: {other}, which the checkpoint has been trained in"]
     assert resumed.result.precision == other
@@ -64,10 +64,10 @@ def test_a_cut_off_run_goes_on_with_another_number_of_ranks(train, whole):
 
 
 def test_a_finished_training_resumes_to_the_same_result_without_a_step(train):
-    whole = train()
+    whole = train(1)
     left = whole.folder / ".checkpoint.0123.partial"  # by a process that was killed while it saved
     left.touch()
-    again = train()
+    again = train(1)
     assert not left.exists()
     assert again.events[0].first_epoch == 1
     assert not any(isinstance(event, EpochFinished) for event in again.events)
@@ -76,13 +76,12 @@ def test_a_finished_training_resumes_to_the_same_result_without_a_step(train):
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
 def test_an_unusable_checkpoint_is_refused_with_a_reason_and_training_starts_afresh(train, whole, tmp_path, damage):
-    expected = whole(seed=5)
-    checkpoint = tmp_path / "damaged" / "checkpoint"
-    train(name="damaged", seed=5)
+    expected = whole(1, seed=5)
+    checkpoint = shutil.copytree(expected.folder, tmp_path / "damaged") / "checkpoint"
     raw = bytearray(checkpoint.read_bytes())
     raw[len(raw) // 2] ^= 1
     checkpoint.write_bytes(bytes({"flipped": raw, "short": raw[:1000], "empty": b""}[damage]))
-    again = train(name="damaged", seed=5)
+    again = train(1, name="damaged", seed=5)
     (refused,) = [event for event in again.events if isinstance(event, CheckpointRefused)]
     assert "does not match its checksum" in refused.reason
     assert identical(expected, again)
@@ -98,11 +97,11 @@ def test_a_checkpoint_that_one_rank_cannot_load_is_refused_on_all(train, whole):
 
 
 def test_another_trainings_checkpoint_in_the_output_is_kept(train, tmp_path):
-    train(name="one", seed=6)
+    train(1, name="one", seed=6)
     before = (tmp_path / "one" / "checkpoint").read_bytes()
     words = f"got {tmp_path}/one: the checkpoint there belongs to another training: its seed was 6, now it is 5: give"
     with pytest.raises(InputError, match=f"^output must not be where another training is unfinished, {words}"):
-        train(name="one", seed=5)
+        train(1, name="one", seed=5)
     assert (tmp_path / "one" / "checkpoint").read_bytes() == before
 
 

@@ -173,7 +173,7 @@ def test_a_recipes_validation_that_contradicts_its_settings_is_refused(tmp_path,
 
 
 def test_the_best_epoch_is_given_back_and_tested_once(train, tmp_path):
-    trained = train(**WAVERING)
+    trained = train(1, **WAVERING)
     started, (tested,) = of(trained, RunStarted)[0], of(trained, EpochChosen)
     assert (started.train_samples, started.validation_samples, started.test_samples) == (254, 64, 50)
     accuracies = [epoch.validation["accuracy"] for epoch in trained.result.epochs]
@@ -183,16 +183,16 @@ def test_the_best_epoch_is_given_back_and_tested_once(train, tmp_path):
     assert trained.result.tested == tested.measures
     last = torch.load(tmp_path / "training" / "last.pt", weights_only=True)
     assert not torch.equal(last["fc2.weight"], trained.weights["fc2.weight"])
-    shorter = train(name="shorter", **{**WAVERING, "epochs": tested.epoch + 1})
+    shorter = train(1, name="shorter", **{**WAVERING, "epochs": tested.epoch + 1})
     assert all(torch.equal(weight, shorter.weights[name]) for name, weight in trained.weights.items())
 
 
 def test_training_stops_early_and_says_so(train):
-    trained = train(**{**WAVERING, "epochs": 20, "patience": 2, "minimum_delta": 0.02})
+    trained = train(1, **{**WAVERING, "epochs": 20, "patience": 2, "minimum_delta": 0.02})
     (tested,) = of(trained, EpochChosen)
     assert tested.stopped_early
     assert len(trained.result.epochs) == tested.epochs < 20
-    again = train(**{**WAVERING, "epochs": 20, "patience": 2, "minimum_delta": 0.02})
+    again = train(1, **{**WAVERING, "epochs": 20, "patience": 2, "minimum_delta": 0.02})
     assert not of(again, StepLogged), "a finished training has nothing left to do"
     assert identical(trained, again)
 
@@ -238,7 +238,7 @@ def test_a_recipes_own_split_chooses_by_the_loss(tmp_path):
 
 
 def test_without_a_validation_split_each_epoch_is_reported_on_the_test_split(train, tmp_path):
-    trained = train(epochs=2)
+    trained = train(1, epochs=2)
     assert not of(trained, EpochChosen)
     assert [epoch.split for epoch in trained.result.epochs] == ["test", "test"]
     assert trained.result.tested == trained.result.epochs[-1].test

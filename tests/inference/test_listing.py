@@ -29,7 +29,7 @@ OPTIONS = InferenceOptions(shards=1, model="mnist_cnn", dataset="digits")
 
 @pytest.fixture(scope="module")
 def trained():
-    return trained_classifier()
+    return trained_classifier(train_fraction=0.05)
 
 
 @pytest.fixture

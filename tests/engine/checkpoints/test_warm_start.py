@@ -116,38 +116,39 @@ def test_a_checkpoint_from_within_an_epoch_goes_on_with_the_same_settings_alone(
         if isinstance(event, StepLogged) and event.step == 10:
             raise Unplugged
 
-    expected = whole(epochs=2, log_interval=5, **CONSTANT)
+    settings = {**CONSTANT, "log_interval": 5, "virtual_ranks": 2}
+    expected = whole(1, epochs=2, **settings)
     with pytest.raises(Unplugged):
-        train(name="cut", epochs=1, log_interval=5, checkpoint_seconds=0, on_event=unplug, **CONSTANT)
+        train(1, name="cut", epochs=1, checkpoint_seconds=0, on_event=unplug, **settings)
     init = tmp_path / "cut" / "checkpoint"
-    on = train(name="on", epochs=2, log_interval=5, init=init, **CONSTANT)
+    on = train(2, name="on", epochs=2, init=init, **settings)
     assert started(on).first_step > 0
     assert identical(expected, on)
     with pytest.raises(InputError, match=r"within an epoch, .* but these differ: batch_size, learning_rate"):
-        train(name="other", epochs=2, init=init, **{**CONSTANT, "learning_rate": 0.1, "batch_size": 32})
+        train(1, name="other", epochs=2, init=init, **{**settings, "learning_rate": 0.1, "batch_size": 32})
     content = read_checkpoint(init, {})
     content["state"]["progress"]["names"] = ["loss", "error"]
     write_checkpoint(init, content)
     with pytest.raises(InputError, match=r"needs the same measures: it has loss, error, and this training loss, accur"):
-        train(name="other", epochs=2, log_interval=5, init=init, **CONSTANT)
+        train(1, name="other", epochs=2, init=init, **settings)
 
 
 def test_a_continuation_has_its_own_rates(train, tmp_path):
-    train(name="first", epochs=1, **CONSTANT)
+    train(1, name="first", epochs=1, **CONSTANT)
     init = tmp_path / "first" / "final-checkpoint"
-    on = train(name="on", epochs=2, init=init, schedule="constant", learning_rate=0.01)
+    on = train(1, name="on", epochs=2, init=init, schedule="constant", learning_rate=0.01)
     assert {event.learning_rate for event in on.events if isinstance(event, StepLogged)} == {0.01}
     with pytest.raises(InputError, match=r"epochs must be above 1, because it includes the epochs of init, got 1"):
-        train(name="none", epochs=1, init=init, **CONSTANT)
+        train(1, name="none", epochs=1, init=init, **CONSTANT)
     with pytest.raises(InputError, match=r"stop_after must be above 1, because it includes the epochs of init, got 1"):
-        train(name="none", epochs=2, stop_after=1, init=init, **CONSTANT)
+        train(1, name="none", epochs=2, stop_after=1, init=init, **CONSTANT)
     with pytest.raises(InputError, match=r"init_leave_out must be empty where init is a checkpoint, .*, got 'fc2'"):
-        train(name="none", epochs=2, init=init, init_leave_out="fc2", **CONSTANT)
+        train(1, name="none", epochs=2, init=init, init_leave_out="fc2", **CONSTANT)
     with pytest.raises(
         InputError,
         match=r"init must fit the network, got .*final-checkpoint with missing keys norm1.b.*shapes conv1.w",
     ):
-        train(name="other", epochs=2, init=init, model="fashion_cnn", **CONSTANT)
+        train(1, name="other", epochs=2, init=init, model="fashion_cnn", **CONSTANT)
 
 
 @pytest.mark.parametrize("recipe", [CountingInItsGroup, Remembering])
@@ -233,7 +234,7 @@ def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(alone, tmp_path
 
 
 def test_another_recipes_checkpoint_is_refused(train, tmp_path):
-    train(name="first")
+    train(1, name="first")
     init = tmp_path / "first" / "final-checkpoint"
     with pytest.raises(InputError, match=r"belongs to another training: its recipe was .*ImageClassifier"):
         train_recipe("tests.engine.probe_recipes:Sound", Settings(), RunOptions(nproc=1), output=tmp_path, init=init)
@@ -243,9 +244,10 @@ def test_another_recipes_checkpoint_is_refused(train, tmp_path):
 
 
 def test_a_training_begins_with_anothers_weights_and_a_new_head_while_frozen_layers_stay(train, tmp_path):
-    first = train(name="first", model="fashion_cnn")
+    small = {"model": "fashion_cnn", "train_fraction": 0.25}
+    first = train(1, name="first", **small)
     init = tmp_path / "first" / "model.pt"
-    settings = {"model": "fashion_cnn", "seed": 2, "freeze": "conv1, norm1, *2.weight", "init_leave_out": "fc2"}
+    settings = {**small, "seed": 2, "freeze": "conv1, norm1, *2.weight", "init_leave_out": "fc2"}
     one, two = (train(nproc, name=f"{nproc}", init=init, virtual_ranks=2, **settings) for nproc in (1, 2))
     assert identical(one, two)
     assert started(one).remarks == [
@@ -255,7 +257,7 @@ def test_a_training_begins_with_anothers_weights_and_a_new_head_while_frozen_lay
     same = {name for name, weight in one.weights.items() if torch.equal(weight, first.weights[name])}
     stays = {"conv1.weight", "norm1.weight", "norm1.bias", "conv2.weight", "norm2.weight"}
     assert same == stays | {f"norm1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
-    plain = train(name="plain", init=init, model="fashion_cnn", learning_rate=1e-9)
+    plain = train(1, name="plain", init=init, **small, learning_rate=1e-9)
     assert started(plain).remarks == ["Starts from 16 of 16 tensors of model.pt"]
     assert torch.allclose(plain.weights["fc1.weight"], first.weights["fc1.weight"], atol=1e-6)
 
@@ -310,7 +312,7 @@ def test_a_pattern_fits_tensors_and_layers():
 
 def test_what_leaves_nothing_to_train_is_refused(train):
     with pytest.raises(InputError, match=r"no gradient comes from .* leave some parameters trainable"):
-        train(freeze="*")
+        train(1, freeze="*")
 
 
 def test_frozen_parameters_need_no_gradients():

@@ -115,14 +115,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_steps_that_do_not_fit_are_taken_again_to_the_same_bits(train):
-    waiting = train(1, name="waiting", **SETTINGS)
+def test_steps_that_do_not_fit_are_taken_again_to_the_same_bits(train, whole):
+    waiting = whole(1, **SETTINGS)
     for nproc in (1, 2):
         assert identical(waiting, train(nproc, name=f"{nproc}", target=AHEAD, **SETTINGS))
 
 
-def test_a_checkpoint_has_no_step_that_is_not_final(train):
-    waiting = train(1, name="waiting", **SETTINGS)
+def test_a_checkpoint_has_no_step_that_is_not_final(train, whole):
+    waiting = whole(1, **SETTINGS)
     more = {**SETTINGS, "name": "killed", "target": AHEAD, "checkpoint_seconds": 0}
     with pytest.raises(Unplugged):
         train(2, on_event=unplug_at(14, epoch=1), **more)
