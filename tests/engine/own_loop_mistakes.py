@@ -333,6 +333,31 @@ def evaluates_nothing(loop: Loop):
     loop.evaluated(loss=(0.0, 0))
 
 
+def evaluates_a_list(loop: Loop):
+    loop.evaluated(accuracy=[3, 4])  # type: ignore[arg-type]
+
+
+def evaluates_an_array(loop: Loop):
+    loop.evaluated(loss=np.ones(3))  # type: ignore[arg-type]
+
+
+def evaluates_three(loop: Loop):
+    loop.evaluated(loss=(1.0, 2.0, 3))  # type: ignore[arg-type]
+
+
+def measures(loop: Loop, value):
+    for _ in loop.evaluation(few(9)):
+        loop.measured(accuracy=value)
+
+
+def measures_an_array(loop: Loop):
+    measures(loop, np.ones(9))
+
+
+def measures_a_mean(loop: Loop):
+    measures(loop, np.float32(0.5))
+
+
 def evaluates_more_on_the_first_rank(loop: Loop):
     loop.evaluated(loss=0.5, **({"score": 1.0} if loop.rank == 0 else {}))
 
@@ -354,7 +379,7 @@ def evaluates_in_any_order(loop: Loop):
     for _ in loop.epochs():
         for _ in batches:
             loop.log(loss=0.5)
-        measures: dict[str, Any] = {"loss": 0.1, "share": (0.7, 3), "score": float("nan"), "rank": float(loop.rank)}
+        measures: dict[str, Any] = {"loss": 0.1, "share": (0.7, 3), "score": np.nan, "rank": np.float32(loop.rank)}
         loop.evaluated(**dict(sorted(measures.items(), reverse=loop.rank == 0)))
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +44,7 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.random_numbers import Use, derive_key
 
 Number = Tensor | float
+NUMBERS = (int, float, np.generic)
 
 
 class Loop:
@@ -338,19 +340,19 @@ class Loop:
                 weights, such as (correct, samples). Tensors are summed.
 
         Raises:
-            InputError: No loop over loop.evaluation is running. Or a measure is a single number, which might be a mean:
-                it would count as one sample, although it is the mean of many.
+            InputError: No loop over loop.evaluation is running. A measure is no tensor or pair. Or it is a single
+                number, which might be a mean: it would count as one sample, although it is the mean of many.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
         if state.part is None:
             raise InputError("loop.measured must be called for each batch, while you iterate over loop.evaluation")
         for name, value in measures.items():
-            if not isinstance(value, tuple) and (not isinstance(value, Tensor) or value.ndim == 0):
+            if isinstance(value, NUMBERS) or (isinstance(value, Tensor) and value.ndim == 0):
                 raise InputError(
                     f"loop.measured: {name} must have a value for each sample, or be a pair of a sum and its number of "
                     "samples, got a single number: use reduction='none'"
                 )
-        for name, pair in _pairs(measures).items():
+        for name, pair in _pairs("loop.measured", measures).items():
             sums = state.measured.setdefault(name, torch.zeros(parts, 2, dtype=torch.float64))
             sums[state.part] += torch.tensor(pair, dtype=torch.float64)
 
@@ -372,9 +374,10 @@ class Loop:
             Each measure by name, the same on all ranks.
 
         Raises:
-            InputError: There are no measures, or ranks have different ones. A measure is in loop.measured, too, or its
-                weights add up to 0. Ranks do different things. With loop.epochs(best=...), loop.evaluated is called
-                twice at the same step. With virtual ranks, the evaluation was left before its end.
+            InputError: There are no measures, or ranks have different ones. A measure is no number, tensor or pair. A
+                measure is in loop.measured, too, or its weights add up to 0. Ranks do different things. With
+                loop.epochs(best=...), loop.evaluated is called twice at the same step. With virtual ranks, the
+                evaluation was left before its end.
             NonFiniteError: The measure "loss" is not finite.
         """
         state, parts = self._state, self.settings.virtual_ranks or 1
@@ -390,7 +393,7 @@ class Loop:
                 "each rank has seen other parts: take fewer samples as data instead, such as a torch.utils.data.Subset"
             )
         own, state.measured, state.evaluated = state.measured, {}, {}
-        given = _pairs(measures)
+        given = _pairs("loop.evaluated", measures)
         for name, pair in given.items():
             if name in own:
                 raise InputError(f"loop.evaluated: {name} was given to loop.measured, too: give it to one of them")
@@ -491,8 +494,19 @@ class _Replicated(SettledBuckets):
             )
 
 
-def _pairs(measures: Mapping[str, Number | tuple[Number, Number]]) -> dict[str, tuple[float, float]]:
-    """Return the sum of each measure's values, and that of their weights."""
+def _pairs(call: str, measures: Mapping[str, Number | tuple[Number, Number]]) -> dict[str, tuple[float, float]]:
+    """Return the sum of each measure's values, and that of their weights.
+
+    Raises InputError, which names the call, if a measure is no number, tensor or pair.
+    """
+    for name, one in measures.items():
+        is_pair = isinstance(one, tuple) and len(one) == 2
+        if not is_pair and not isinstance(one, (Tensor, *NUMBERS)):
+            count = f" of {len(one)}" if isinstance(one, tuple) else ""
+            raise InputError(
+                f"{call}: {name} must be a tensor or a tuple of two, such as (correct, samples), got "
+                f"{type(one).__name__}{count}: give torch.tensor(values), or write the two in round brackets"
+            )
     pairs = {name: one if isinstance(one, tuple) else (one, _count(one)) for name, one in measures.items()}
     return {name: (_sum(value), _sum(weight)) for name, (value, weight) in pairs.items()}
 
