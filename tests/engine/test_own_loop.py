@@ -443,6 +443,7 @@ def test_a_buffer_that_gets_its_shape_from_the_first_batch_may_stay_if_it_can_be
         ("wraps_what_is_wrapped", r"loop.wrap must be given the network itself, got DataParallel: leave out DataPar"),
         ("starts_the_ranks", r"leave out torch.distributed.init_process_group: the ranks are a process group before"),
         ("ends_the_ranks", r"leave out torch.distributed.destroy_process_group: the ranks are a process group before"),
+        ("trains_in_two_phases", r"loop.epochs must be called once, .*: give one loop all epochs, with `if epoch"),
         ("tests_after_it_has_left_the_epochs", r"loop.evaluated must be called once in each epoch .*on the validation"),
         ("evaluates_before_the_last_steps", r"after an epoch's last step with .*, got step 5 of 7: the weights have"),
         ("takes_nothing", r"own_loop_mistakes:takes_nothing must take one argument, the loop, as in def train\(loop\)"),

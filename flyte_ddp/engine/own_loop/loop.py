@@ -216,9 +216,9 @@ class Loop:
     ) -> Iterator[int]:
         """Yield the number, from 0, of each epoch that is still to be trained; a collective.
 
-        Call loop.batches and loop.keep before it. The first epoch is 0, or the one in which a restored checkpoint goes
-        on. After each epoch, the loop records what loop.evaluated was given, and writes a checkpoint. If a stop was
-        requested, the training ends there.
+        Call it once, after loop.batches and loop.keep. The first epoch is 0, or the one in which a restored checkpoint
+        goes on. After each epoch, the loop records what loop.evaluated was given, and writes a checkpoint. If a stop
+        was requested, the training ends there.
 
         Without `best`, an epoch's evaluation counts as the test split's, and the training returns the last epoch's
         weights.
@@ -234,8 +234,8 @@ class Loop:
 
         Raises:
             InputError: `best` is another word, or is missing although a setting or option needs it. loop.batches or
-                loop.keep has not been called. An epoch has no evaluation with the headline. Or ranks do different
-                things.
+                loop.keep has not been called. loop.epochs is called twice. An epoch has no evaluation with the
+                headline. Or ranks do different things.
             RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
             NonFiniteError: A measure of a step, or a weight, is not finite.
             StopRequested: A rank was asked to stop; a checkpoint was written.

@@ -126,9 +126,14 @@ class LoopState(Training):
             best: which headline is the best, "highest" or "lowest"; "" if there is no validation split.
 
         Raises:
-            InputError: loop.batches or loop.keep has not been called.
+            InputError: It is the second call. Or loop.batches or loop.keep has not been called.
             RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
         """
+        if self.progress.started:
+            raise InputError(
+                "loop.epochs must be called once, since its epochs have one checkpoint and one best epoch, got another "
+                "call: give one loop all epochs, with `if epoch >= …:` for what a later phase changes"
+            )
         is_chosen = bool(best)
         if not self.batches or not self.parts:
             missing = "loop.keep" if self.batches else "loop.batches"
