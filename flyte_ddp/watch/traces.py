@@ -71,14 +71,12 @@ def read_trace(progress_path: str) -> dict[int, Step]:
 def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
     """Return a sentence on the first traced step that differs, and on what differs first in this step.
 
-    If all steps that both traces have are equal, or there are no such steps, the sentence says so.
+    If all steps that both traces have are equal, or there are no such steps, the sentence says so. It also says so if
+    the networks differ, because their weights have different names.
 
     Args:
         one: the steps of one trace by number.
         other: the steps of the other trace.
-
-    Raises:
-        InputError: the two traces have different names of weights, so the networks differ.
     """
     both = sorted(one.keys() & other.keys())
     if not both:
@@ -95,22 +93,16 @@ def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
 def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
     """Return a sentence on what differs first between two traces of the same step; "" if all is equal.
 
-    The order is: the weights before the step, the outputs, the gradients.
+    The order is: the names of the weights, the weights before the step, the outputs, the gradients.
 
     Args:
         one: the step in one trace.
         other: the same step in the other one.
         before: the traced step before, which is equal in both; None if there is none.
-
-    Raises:
-        InputError: the two traces have different names of weights, so the networks differ.
     """
     if one.weights.keys() != other.weights.keys():
         names = sorted(one.weights.keys() ^ other.weights.keys())
-        raise InputError(
-            f"the traces must be of the same network, and only one has the weights {listed(names, MOST_NAMED)}: "
-            "compare trainings of one recipe or loop"
-        )
+        return f"The traces are of different networks: only one has the weights {listed(names, MOST_NAMED)}"
     weights = _differing(one.weights, other.weights)
     if weights:
         named = listed(weights, MOST_NAMED)

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from flyte_ddp.__main__ import main
+from flyte_ddp.engine.monitor.trace import FILE
 from flyte_ddp.events import EpochFinished, RunStarted, StepLogged
 from flyte_ddp.report.progress import ProgressFile
 from flyte_ddp.settings import RunOptions
@@ -90,6 +91,26 @@ def test_others_differ_from_an_evaluation_on_and_in_what_is_named(recorded, writ
     status, said = compare(written("late", RunFinished=of_another_model), one)
     assert status == 1
     assert said[2] == "The weights are equal at the 2 evaluations that both have, but those of model.pt differ"
+
+
+def test_traces_of_different_networks_leave_the_settings_to_be_compared(recorded, written):
+    settings = recorded.of(RunStarted)[0].identity["settings"]
+    deeper = written(
+        "deeper",
+        EpochFinished=from_second_on,
+        RunStarted=lambda event: [of_settings(event, **{**settings, "depth": 9})],
+    )
+    one = written("one")
+    for folder, names in ((one, ["fc1.weight"]), (deeper, ["fc1.weight", "fc2.weight"])):
+        step = {"epoch": 0, "step": 0, "number": 0, "weights": [(name, "0" * 16) for name in names]}
+        (folder / "logs" / FILE).write_text(json.dumps({**step, "parts": [], "gradients": []}) + "\n")
+    status, said = compare(one, deeper)
+    assert status == 1
+    assert said[3:] == [
+        "The traces are of different networks: only one has the weights fc2.weight",
+        "These differ:",
+        "  depth: unknown | 9",
+    ]
 
 
 def test_one_that_has_not_finished_is_not_equal(written):
