@@ -23,7 +23,7 @@ from flyte_ddp.engine.sharding.sharded_state import Layout, cut
 from flyte_ddp.engine.sharding.sharding import is_sharded, local
 from flyte_ddp.engine.state import TrainingState
 from flyte_ddp.engine.torch_compat import pytree
-from flyte_ddp.errors import CheckpointError, OtherTrainingError
+from flyte_ddp.errors import CheckpointError, OtherTrainingError, RecoverableError
 from flyte_ddp.events import Event
 from flyte_ddp.launch.environment import Environment
 from flyte_ddp.launch.link import Link
@@ -56,8 +56,8 @@ def resume(state: TrainingState, job: Job, environment: Environment, link: Link)
         InputError: The refused checkpoint is that of RunOptions.resume_from, or another training's in the output folder
             of train(). If rank 0 refuses the file itself, it alone raises the error; if the checkpoint is refused
             later, all ranks do.
-        RecoverableError: A file of the checkpoint cannot be read now, or the platform's storage fails. This rank alone
-            raises it.
+        RecoverableError: A file of the checkpoint cannot be read now, which this rank alone raises. Or the platform's
+            storage fails, which all ranks raise.
     """
     content, found = _find(job, link.emit, state.base.digest)
     if found is None:
@@ -285,8 +285,7 @@ def fetch_shards(
 
     Raises:
         CheckpointError: A file that some rank needs is damaged or missing. All ranks raise it.
-        RecoverableError: The storage fails. Only the rank that meets the failure raises it; the other ranks wait, and
-            the folder stays.
+        RecoverableError: The storage fails for some rank. All ranks raise it.
     """
     name = broadcast_value(f"checkpoint-{uuid.uuid4().hex}")
     folder = Path(tempfile.gettempdir(), name)  # this job's ranks on this host share the folder
@@ -299,10 +298,14 @@ def fetch_shards(
     first = len(needed) * environment.local_rank // environment.world.local_size
     shared_out = needed[first:] + needed[:first]  # each rank of a host begins with another file
     outcomes = (_fetch(file, content["shards"][file], manifest["url"], storage) for file in shared_out)
-    problems = gather_values(next(filter(None, outcomes), ""))
     try:
-        for problem in filter(None, problems):
-            raise CheckpointError(problem)
+        problem: str | RecoverableError
+        try:
+            problem = next(filter(None, outcomes), "")
+        except RecoverableError as error:  # a rank that raised it at once would leave the others' files
+            problem = error
+        for found in filter(None, gather_values(problem)):
+            raise found if isinstance(found, RecoverableError) else CheckpointError(found)
         yield content
     finally:
         distributed.barrier()  # no rank of the host reads the files any more after this

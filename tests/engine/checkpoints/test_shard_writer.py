@@ -4,6 +4,7 @@ import json
 import math
 import resource
 import shutil
+import tempfile
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from flyte_ddp.engine.checkpoints.sharded_checkpoint import describe_state, find
 from flyte_ddp.engine.checkpoints.writer import CheckpointWriter, begin_file
 from flyte_ddp.engine.job import make_job, make_subject
 from flyte_ddp.engine.sharding.sharded_state import Layout, Shard
+from flyte_ddp.errors import RecoverableError
 from flyte_ddp.events import CheckpointFailed, Event
 from flyte_ddp.launch.environment import Environment, World
 from flyte_ddp.manifest import read_manifest, shards_beside
@@ -138,13 +140,19 @@ class Copies:
         shutil.copy(url, file)
 
 
-def test_what_one_job_of_a_host_has_fetched_is_not_anothers(rank, tmp_path):
+@pytest.fixture
+def stored(rank, tmp_path):
+    """The manifest of a checkpoint in a storage, and a layout."""
     rank.begin(make_content(1, torch.ones(2, 2)), CPU)()
     path = tmp_path / "checkpoint"
     manifest = read_manifest(path) or {}
     manifest["url"] = str(shards_beside(path) / manifest["folder"])
     network = nn.Linear(1, 1)
-    layout = Layout(network, torch.optim.SGD(network.parameters()))
+    return manifest, Layout(network, torch.optim.SGD(network.parameters()))
+
+
+def test_what_one_job_of_a_host_has_fetched_is_not_anothers(stored):
+    manifest, layout = stored
     storage: Any = Copies()
     with fetch_shards(manifest, layout, storage, ALONE) as one:
         with fetch_shards(manifest, layout, storage, ALONE) as other:
@@ -152,6 +160,19 @@ def test_what_one_job_of_a_host_has_fetched_is_not_anothers(rank, tmp_path):
             file.write_bytes(b"damaged")
         assert torch.equal(one["state"]["shards"]["0"].read(), torch.ones(2, 2))
     assert not any(file.parent.exists() for file in (*one["shards"], *other["shards"]))
+
+
+def test_a_download_that_fails_leaves_no_folder(stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    manifest, layout = stored
+    storage: Any = SimpleNamespace(get=refuse)
+    with pytest.raises(RecoverableError, match="unreachable"), fetch_shards(manifest, layout, storage, ALONE):
+        pass
+    assert [*(tmp_path / "temporary").iterdir()] == []
+
+
+def refuse(*_):
+    raise RecoverableError("the storage is unreachable")
 
 
 def test_a_rank_that_fails_in_whatever_way_tells_the_others_and_training(rank, tmp_path):
