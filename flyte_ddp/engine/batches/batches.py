@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, Protocol
 
@@ -343,6 +344,7 @@ class TrainBatches(_Batches):
         self.passes = passes
         self.augment = augment
         self.length_window = length_window
+        self._order_to_count = lru_cache(1)(self._make_order)  # with its sorted windows, which log lines share
         self._order(self._keys(0)).check_room()
 
     def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
@@ -380,7 +382,7 @@ class TrainBatches(_Batches):
         lengths = get_lengths(self.split)
         assert lengths
         positions = torch.arange(self.samples_until(first_step), self.samples_until(end))
-        return int(lengths.each[self._make_order(epoch).at(positions)].sum())
+        return int(lengths.each[self._order_to_count(epoch).at(positions)].sum())
 
     def _make_order(self, epoch: int) -> Order:
         """Return the shuffled order of an epoch's samples. Epochs are numbered from 0.

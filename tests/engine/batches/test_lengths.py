@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flyte_ddp.engine.batches.batches import TrainBatches
 from flyte_ddp.engine.batches.lengths import Lengths, SimilarLengths
 from flyte_ddp.engine.batches.order import shuffled
+from flyte_ddp.engine.batches.splits import Resident
 from flyte_ddp.errors import DataError, InputError
 from flyte_ddp.events import StepLogged
 from flyte_ddp.settings import RunOptions
@@ -142,3 +144,14 @@ def test_a_window_is_a_permutation_with_batches_of_similar_lengths(samples, batc
     assert sum(spans) <= sum(plain)
     if window > 1 and samples > 2 * batch_size > 2:
         assert whole.tolist() != sorted(whole.tolist(), key=lambda index: int(each[index]))  # batches are shuffled
+
+
+def test_a_window_is_sorted_once_for_all_log_lines_that_count_its_tokens():
+    split = Resident(torch.zeros(64, 9), torch.device("cpu"))
+    split.lengths = Lengths([1 + number % 9 for number in range(64)], 64, lambda indices: torch.zeros(len(indices), 9))
+    train = TrainBatches(split, 4, 1, 0, 1, length_window=8)
+    with torch.profiler.profile() as profile:
+        counts = [train.count_tokens(epoch, step, step + 2) for epoch in range(2) for step in range(0, 16, 2)]
+    (sorts,) = (event.count for event in profile.key_averages() if event.key == "aten::argsort")
+    assert sorts == 4
+    assert sum(counts) == 2 * int(split.lengths.each.sum())
