@@ -17,7 +17,7 @@ from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions
 from tests.commands import same
 from tests.nodes import listens, meeting, weights
-from tests.pod import PATIENCE_SECONDS, TWO_NODES, literal, package, run_together, small_dataset
+from tests.pod import MIDDLE, PATIENCE_SECONDS, TWO_NODES, literal, package, run_together, small_dataset
 
 pytest.importorskip("flytekitplugins.kfpytorch", reason="needs flytekitplugins-kfpytorch")
 pytestmark = pytest.mark.slow
@@ -34,13 +34,13 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(place):
-    return small_dataset(place / "small")
+    return small_dataset(place / "small", MIDDLE)
 
 
 @pytest.fixture(scope="module")
 def init(place):
     model = place / "model.pt"
-    torch.save(models.build_model(HP.model, 1, (1, 28, 28), 10).state_dict(), model)
+    torch.save(models.build_model(HP.model, 1, (1, 16, 16), 10).state_dict(), model)
     return literal(FlyteFile(str(model), remote_path=False), FlyteFile | None)
 
 

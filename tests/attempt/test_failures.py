@@ -14,7 +14,9 @@ from flyte_ddp.attempt.platform_training import image_subject
 from flyte_ddp.errors import DataError, InputError, RecoverableError
 from flyte_ddp.flyte1 import platform
 from flyte_ddp.flyte1.platform import TaskError, TaskInterruptedError
+from flyte_ddp.flyte1.prepare import prepare_dataset
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
+from tests.commands import OFFLINE
 from tests.unreliable_storage import UnreliableStorage
 
 
@@ -27,6 +29,15 @@ def test_an_input_that_storage_does_not_deliver_now_is_worth_a_retry(tmp_path, m
     assert "Failed to get data from unreliable://bucket/data" in headline
     assert "503 Slow Down" in headline
     assert not others
+    assert failed.value.failure.cause == "DownloadError"
+
+
+def test_a_lost_mirror_is_worth_a_retry(tmp_path, monkeypatch):
+    nowhere = {"DDP_DATA_MIRROR": (tmp_path / "nowhere").as_uri(), "DDP_DATA_DIR": str(tmp_path / "data")}
+    for name, value in {**nowhere, **OFFLINE}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TaskInterruptedError, match=r"no mirror delivered train-images-idx3-ubyte\.gz") as failed:
+        prepare_dataset.task_function(name="mnist")
     assert failed.value.failure.cause == "DownloadError"
 
 
