@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flyte_ddp.events import Event, StepLogged
-from tests.commands import ROOT, pyflyte, pyflyte_process, same
+from tests.commands import ROOT, pyflyte, same
 from tests.examples import RECIPES, data_of, init_of, project, small, train_small, trained
 
 # By the workflow: settings, and what the last epoch's measures have to be
@@ -64,13 +64,11 @@ def test_the_workflow_of_an_example_trains(name):
             "--head",
             json.dumps({**settings, "epochs": 1, "freeze": "stem, stages", "init_leave_out": "head.fc"}),
         ]
-    if name == "tabular":  # one as its user types it; the others only learn something else
-        done = pyflyte_process(*command, cwd=project(), environment={"PYTHONPATH": str(ROOT)})
+    done = pyflyte(*command, cwd=project())
+    if name == "tabular":  # the others only learn something else
         (warned,) = re.findall(r"warnings=(\[.*?])", done.stdout)
         # A busy machine has slow ranks; whatever else is warned of would be the example's fault
         assert all("computes" in one or "waits for its data" in one for one in ast.literal_eval(warned)), warned
-    else:
-        done = pyflyte(*command, cwd=project())
     (found,) = re.findall(r"epoch_measures=(\[.*?])", done.stdout)
     epochs = ast.literal_eval(found)
     assert len(epochs) == settings.get("epochs", len(epochs))
