@@ -1,9 +1,6 @@
 """Disks that are full, read-only or not there."""
 
 import os
-import resource
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,39 +17,14 @@ from flyte_ddp.settings import TrainingSettings
 from flyte_ddp.whole_files import absolute, content_digest, writing_to
 from tests.commands import unreadable
 
-ROOT = Path(__file__).parents[1]
 
-
-def limited(size: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Runs Python with a limit on the size of any file, which is what a full disk looks like to a writer."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
-    )
-
-
-TRAIN = """
-import sys
-from pathlib import Path
-from benchmarks.engine import train
-from flyte_ddp.recipes.hyperparameters import Hyperparameters
-hp = Hyperparameters(epochs=2, batch_size=64)
-train(hp, Path(sys.argv[1]), 2, sys.argv[2], checkpoint_seconds=0, on_event=print)
-"""
-
-
-def test_a_full_disk_for_checkpoints_does_not_stop_training(small_data, tmp_path):
-    # the model has 230 kB, a checkpoint with its momenta 450 kB
-    done = limited(350_000, "-c", TRAIN, str(small_data), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert CheckpointFailed.__name__ in done.stdout
-    assert "File too large" in done.stdout
-    assert (tmp_path / "model.pt").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "predictions.npy"]
+def test_a_full_disk_for_checkpoints_does_not_stop_training(train):
+    target = "tests.launch.targets:train_on_a_full_disk"
+    trained = train(2, epochs=2, batch_size=64, checkpoint_seconds=0, keep_checkpoint=False, target=target)
+    failed = [event for event in trained.events if isinstance(event, CheckpointFailed)]
+    assert failed
+    assert all("File too large" in event.reason for event in failed)
+    assert sorted(path.name for path in trained.folder.iterdir()) == ["model.pt", "predictions.npy"]
 
 
 def test_a_folder_that_cannot_be_is_one_clear_error():

@@ -201,6 +201,13 @@ def say_pids_and_wait(environment: Environment, link: Link, argument: Any) -> No
         wait_for_ever()
 
 
+def train_on_a_full_disk(environment: Environment, link: Link, job: Job) -> TrainingResult:
+    """Trains with a limit on the size of any file, which is what a full disk looks like to a writer."""
+    size = 350_000  # bytes; the model has 230 kB, a checkpoint with its momenta 450 kB
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return worker.run(environment, link, job)
+
+
 def train_on_two_hosts(environment: Environment, link: Link, job: Job) -> TrainingResult:
     """Trains where only rank 0 sees its disk."""
     elsewhere = replace(job, model_path="", checkpoint_path="", logs="")
