@@ -72,7 +72,8 @@ class TrainSteps:
         if state.audit:
             state.audit.train = self._batches
         state.put_back()
-        steps = self._batches.steps(state.progress.epoch, state.progress.step, len(self))
+        epoch = state.progress.epoch
+        steps = self._batches.steps(epoch, state.progress.step, len(self))
         try:
             for shares in collect_garbage_between(state.progress.clock.timed(steps)):
                 state.begin_step(shares)
@@ -82,6 +83,11 @@ class TrainSteps:
                 else:
                     seed_part(state.step_seed, self._rank)
                     yield shares[0].tree
+                if state.progress.epoch != epoch:  # an iterator whose last step the end of the epoch has ended
+                    raise InputError(
+                        "an iterator over loop.batches has the steps of one epoch, got it again in epoch "
+                        f"{state.progress.epoch + 1}: call iter(batches) within `for epoch in loop.epochs():`"
+                    )
                 state.end_step()
         finally:  # also if the loop is left
             state.is_stepping = False
