@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import tempfile
-from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from flyte_ddp.launch import launcher
 from flyte_ddp.launch.environment import available_cores, default_variable
 from flyte_ddp.launch.limits import usable_memory
 from flyte_ddp.report.console import show_output
-from tests.warm import IS_FORKING, warm_fork_server, warm_server
 
 pytest_plugins = ["tests.small_training"]
 
@@ -48,10 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     # The tests share the cores: threads that spin until the others of their rank get one would waste most of the time
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    if IS_FORKING and "PYTEST_XDIST_WORKER" not in os.environ:
-        session = ExitStack()
-        session.enter_context(warm_server(place))
-        config.add_cleanup(session.close)
     if sys.version_info >= (3, 13):  # flytekit 1.16 has no default image for it
         os.environ["FLYTE_INTERNAL_IMAGE"] = "flyte-ddp-training:latest"
 
@@ -80,21 +74,14 @@ def output() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_server(  # a name that no test's parameter has, or it would not run
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """The process that a worker's ranks are forked from has what else many of their recipes need.
-
-    It is forked itself, from a process that imports all this once for the session.
-    """
+def _fork_server(request: pytest.FixtureRequest) -> None:  # a name that no test's parameter has, or it would not run
+    """The process that a session's ranks are forked from imports what else many of their recipes need, once."""
     modules = ["flyte_ddp.engine.worker", "tests.forked", "tests.small_training"]
     if any(item.get_closest_marker("slow") for item in request.session.items):
         modules += ["lightning.pytorch", "peft", "timm", "transformers.models.bert.modeling_bert"]
-    modules = [*launcher.PRELOAD, *modules]
     # A rank sets the variable before it imports a recipe. Modules that are imported earlier read it here
-    place = tmp_path_factory.mktemp("fork-server")
-    with default_variable("HF_HUB_OFFLINE", "1"), warm_fork_server(place, [launcher.FORK_SERVER, *modules]):
-        launcher.warm_up(modules)
+    with default_variable("HF_HUB_OFFLINE", "1"):
+        launcher.warm_up([*launcher.PRELOAD, *modules])
 
 
 @pytest.fixture(scope="session")

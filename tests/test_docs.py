@@ -11,7 +11,6 @@ import torch
 from tests.commands import ROOT, output, pyflyte, python, typed
 from tests.examples import project
 from tests.lightning.project import write_project
-from tests.warm import warm_python
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +27,6 @@ def test_the_guide_to_an_own_model_works_as_it_stands(tmp_path):
             file.write_text(block)
         elif block == "python more.py\n":  # plain.py has a process of its own
             said.append(python("more.py", tmp_path).stdout)
-        elif block.startswith("torchrun "):
-            with warm_python(tmp_path / "bin") as variables:
-                said.append(typed(block, tmp_path, {"PYTHONPATH": f"{ROOT}:{tmp_path}", **variables}).stdout)
         else:
             said.append(typed(block, tmp_path, {"PYTHONPATH": f"{ROOT}:{tmp_path}"}).stdout)
     assert "'within': " in said[0]

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 
 from tests.commands import ROOT, free_port
-from tests.warm import warm_python
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +51,9 @@ def said(tmp_path_factory) -> list[str]:
         (project / name).symlink_to(ROOT / name)
     for number, (block, _) in enumerate(BLOCKS):
         (project / f"{number}.sh").write_text(block.replace("29500", str(free_port())))
-    # Those of plain PyTorch are warm, and torchrun; whoever starts ranks has no torch
-    with warm_python(project / ".venv" / "bin", cold=["train.py", "pod.py"]) as variables:
-        # Buffered, or two processes may write into each other's lines
-        environment = {**os.environ, **variables, "PYTHONUNBUFFERED": ""}
-        subprocess.run(["bash", "-c", SETUP + ALL], cwd=project, env=environment, check=True, timeout=1200)
+    # Buffered, or two processes may write into each other's lines
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    subprocess.run(["bash", "-c", SETUP + ALL], cwd=project, env=environment, check=True, timeout=1200)
     return [(project / f"{number}.txt").read_text() for number in range(len(BLOCKS))]
 
 

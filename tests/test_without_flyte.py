@@ -15,7 +15,6 @@ from flyte_ddp.errors import InputError
 from flyte_ddp.launch.environment import environment_from_variables
 from tests.commands import ROOT, free_port, same
 from tests.pod import CORES
-from tests.warm import warm_python
 
 HP = '{"dataset": "digits", "epochs": 1, "batch_size": 512, "train_fraction": 0.2, "precision": "float32"}'
 MODULE = ("-m", "workflows.without_flyte")
@@ -85,9 +84,8 @@ def test_ranks_of_torchrun_can_train_again_and_again(tmp_path):
         "    train('tests.engine.probe_recipes:Sound', settings, output=f'trained-{number}')\n"
     )
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
-    with warm_python(tmp_path / "bin") as variables:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("trained-*/model.pt"))) == 2
 
