@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+import click
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.interaction.click_types import DirParamType, FileParamType, UnionParamType
 from flytekit.types.file import PythonPickledFile
@@ -28,13 +29,14 @@ def explain_missing_paths() -> None:
     flytekits = UnionParamType.convert
 
     def convert(self: UnionParamType, value: Any, param: Any, context: Any) -> Any:
-        of_paths = [one for one in alternatives(self) if isinstance(one, (DirParamType, FileParamType))]
-        if len(of_paths) == 1 and isinstance(value, str):
+        first, *others = alternatives(self)
+        is_optional = others == [click.UNPROCESSED]  # which stands for None
+        if is_optional and isinstance(first, (DirParamType, FileParamType)) and isinstance(value, str):
             if not value:  # the text of an unset variable, which flytekit takes for the current folder
                 raise InputError(
                     f"--{param.name} must be a path or a URL, got '': name one, or leave --{param.name} out"
                 )
-            return of_paths[0].convert(value, param, context)
+            return first.convert(value, param, context)
         return flytekits(self, value, param, context)
 
     convert.explains = True  # type: ignore[attr-defined]

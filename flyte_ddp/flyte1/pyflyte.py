@@ -93,11 +93,13 @@ def print_cached(outputs: Mapping[str, Literal]) -> None:
     """
     if not outputs.keys() >= {"model_state", "summary", "report"}:
         return
-    model, report = (outputs[name].scalar.blob.uri for name in ("model_state", "report"))
-    binary = outputs["summary"].scalar.binary
-    summary = msgpack.loads(binary.value) if binary.tag == "msgpack" else None
+    model, summary, report = (outputs[name].scalar for name in ("model_state", "summary", "report"))
+    if not (model and model.blob and summary and summary.binary and report and report.blob):
+        return  # another task's outputs of these names, as below
+    model, report = model.blob.uri, report.blob.uri
+    summary = msgpack.loads(summary.binary.value) if summary.binary.tag == "msgpack" else None
     if not isinstance(summary, dict) or "world_size" not in summary or not report.startswith("/"):
-        return  # another task's outputs of these names
+        return
     ranks = f"{summary['world_size']} rank" + "s" * (summary["world_size"] != 1)
     lines = [
         ("Cached", f"trained before on {ranks} with the same inputs, so nothing was trained now. {TRAIN_AGAIN}"),
