@@ -59,7 +59,7 @@ def _names_in(file: Path) -> list[str]:
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
         end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (KeyError, IndexError, OverflowError, TypeError, ValueError):
         end = -1
     if file.stat().st_size != 8 + length + end:
         raise _damaged(file)

@@ -147,7 +147,8 @@ def _own_observers(codes: Sequence[UserCode]) -> list[Background]:
         except ERRORS as error:
             _give_up(code.name, error)
         finally:
-            sys.path.remove(code.root)
+            with suppress(ValueError):  # the module may have removed it
+                sys.path.remove(code.root)
     return opened
 
 

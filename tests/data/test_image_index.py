@@ -12,6 +12,7 @@ from PIL import Image
 from flyte_ddp.data.description import FolderDescription
 from flyte_ddp.data.image_files import decode, link_images
 from flyte_ddp.data.prepared.prepared import open_images, open_split, verify
+from flyte_ddp.data.sources import image_index
 from flyte_ddp.data.sources.datasets import prepare
 from flyte_ddp.data.sources.image_index import index_folder, stamp_images, verify_images, write_folder
 from flyte_ddp.data.sources.image_settings import ImageSettings
@@ -187,6 +188,12 @@ def test_unreadable_files_are_named_and_counted_up_to_the_share(folder):
         assert name in shown
     with pytest.raises(InputError, match=r"5 of 55 .* \(9.09%\), more than .*unreadable_share \(5.00%\).*empty\.png"):
         index(folder, ImageSettings(unreadable_share=0.05))
+
+
+def test_as_many_as_are_allowed_are_left_out_whatever_rounding_says(folder):
+    said: list[str] = []
+    image_index._judge(folder, ["cut.png"] * 29, 100, 0.29, said.append)  # 0.29 * 100 < 29
+    assert said
 
 
 def test_a_file_that_is_broken_later_is_named(folder):

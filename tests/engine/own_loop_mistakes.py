@@ -410,6 +410,14 @@ def forgets_to_log(loop: Loop):
     plain(loop, forgets=["log"])
 
 
+def logs_a_word(loop: Loop):
+    model, batches, _, optimizer = linear(loop)
+    for _ in loop.epochs():
+        for inputs, labels in batches:
+            step(loop, model, optimizer, inputs, labels)
+            loop.log(loss=0.5, phase="warm-up")  # type: ignore[arg-type]
+
+
 def logs_no_loss(loop: Loop):
     plain(loop, forgets=["loss"])
 

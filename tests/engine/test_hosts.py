@@ -34,7 +34,7 @@ def test_each_machine_is_kept_and_other_hardware_is_remarked_upon():
     more = {**ONE, "ranks": 3}
     machines, (remark,) = add_machine([ONE], more, 0)
     assert machines == [ONE, more]
-    assert "from 2 ranks, and 3 go on from it: the result is not that" in remark
+    assert "from another number of ranks (2) than this (3): the result is not that" in remark
     assert "which only virtual_ranks would keep" in remark
     assert add_machine([ONE], more, 4) == ([ONE, more], [])
     other = {**more, "hardware": "NVIDIA H100"}

@@ -184,8 +184,8 @@ def test_on_another_number_of_ranks_it_goes_on_and_says_that_the_result_is_anoth
         train(2, name="cut", checkpoint_seconds=0, on_event=unplug_at(6), **settings)
     (started, *_) = train(1, name="cut", **settings).events
     assert isinstance(started, RunStarted)
-    (remark,) = (remark for remark in started.remarks if "2 ranks" in remark)
-    assert "1 go on from it" in remark
+    (remark,) = (remark for remark in started.remarks if "number of ranks" in remark)
+    assert "another number of ranks (2) than this (1)" in remark
     assert "virtual_ranks" in remark
 
 

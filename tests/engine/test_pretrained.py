@@ -57,6 +57,12 @@ def cut(file):
         (lambda folder: (folder / "b.safetensors").write_bytes(b"\x09"), "b.safetensors was cut off or damaged"),
         (lambda folder: (folder / "b.safetensors").write_bytes(b"\xff" * 99), "b.safetensors was cut off or damaged"),
         (
+            lambda folder: (folder / "b.safetensors").write_bytes(
+                (32).to_bytes(8, "little") + b'{"x":{"data_offsets":[0,1e400]}}'
+            ),
+            "b.safetensors was cut off or damaged",
+        ),
+        (
             lambda folder: (folder / "b.safetensors").write_bytes(b"version https://git-lfs"),
             "b.safetensors was cut off",
         ),

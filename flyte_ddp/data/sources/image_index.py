@@ -80,7 +80,8 @@ def _all_images(folder: Path) -> Files:
     "". Classes without image files are left out, so a split may be empty.
 
     Raises:
-        InputError: The folder is not there, or has sub-folders with the names of other splits, such as "valid".
+        InputError: The folder is not there. Or sub-folders have names of splits, such as "valid", but are not just
+            train and test. One such sub-folder is accepted, as a class, if all its images lie directly in it.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -358,7 +359,7 @@ def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Call
         return
     listed = "; ".join(bad[:MOST_NAMED]) + ("; …" if len(bad) > MOST_NAMED else "")
     message = f"{len(bad):,} of {count:,} image files in {folder} cannot be read ({len(bad) / count:.2%})"
-    if len(bad) > limit * count:
+    if len(bad) / count > limit:
         raise InputError(
             f"{message}, more than ImageSettings.unreadable_share ({limit:.2%}) allows: {listed}. "
             "Repair or remove them, or raise it"

@@ -238,7 +238,7 @@ def add_machine(
     if before["ranks"] != now["ranks"] and not virtual_ranks:
         remedy = "" if virtual_ranks is None else ", which only virtual_ranks would keep"
         remarks.append(
-            f"The checkpoint is from {before['ranks']} ranks, and {now['ranks']} go on from it: the result is not that "
-            f"of the former number{remedy}"
+            f"The checkpoint is from another number of ranks ({before['ranks']}) than this ({now['ranks']}): the "
+            f"result is not that of the former number{remedy}"
         )
     return [*ran_on, now], remarks

@@ -319,15 +319,15 @@ class Loop:
                 them.
 
         Raises:
-            InputError: "loss" is missing, or the names are not those of the earlier steps. If ranks log different names
-                in their first step, the end of that step raises it.
+            InputError: "loss" is missing, the names are not those of the earlier steps, or a value is no number or
+                tensor. If ranks log different names in their first step, the end of that step raises it.
         """
         names, has = self._state.progress.names, ", ".join(measures)
         if "loss" not in measures:
             raise InputError(f"loop.log must have a measure named loss, got {has or 'none'}: give it the step's loss")
         if names and {*names} != {*measures}:
             raise InputError(f"loop.log must have the same measures in each step: {', '.join(names)}, got {has}")
-        self._state.logged = {name: _mean(value, self.device) for name, value in measures.items()}
+        self._state.logged = {name: _mean(name, value, self.device) for name, value in measures.items()}
 
     def measured(self, **measures: Tensor | tuple[Number, Number]) -> None:
         """Add the measures of a batch of loop.evaluation to sums that loop.evaluated adds up over all ranks.
@@ -511,11 +511,14 @@ def _pairs(call: str, measures: Mapping[str, Number | tuple[Number, Number]]) ->
     return {name: (_sum(value), _sum(weight)) for name, (value, weight) in pairs.items()}
 
 
-def _mean(value: Number, device: torch.device) -> Tensor:
-    """Return the mean of a number or tensor, () float64 on the device."""
+def _mean(name: str, value: Number, device: torch.device) -> Tensor:
+    """Return the mean of a number or tensor, () float64 on the device; raise InputError if it is neither."""
     if isinstance(value, (int, float)):  # a copy of it to the device would make the host wait
         return torch.full((), value, dtype=torch.float64, device=device)
-    return torch.as_tensor(value, dtype=torch.float64, device=device).detach().mean()
+    try:
+        return torch.as_tensor(value, dtype=torch.float64, device=device).detach().mean()
+    except (TypeError, ValueError):
+        raise InputError(f"loop.log: {name} must be a number or a tensor, got {value!r}: leave it out") from None
 
 
 def _sum(value: Number) -> float:
