@@ -97,8 +97,8 @@ class CheckpointStore(StorageFolder, Observer):
     def _fetch_checkpoint(self, url: str) -> None:
         """Download a folder's checkpoint and its best models, and put the checkpoint at `path` once all is there.
 
-        A sharded checkpoint is a manifest at `path`, with files of shards beside it. Files that the storage lacks are
-        left out. With is_by_ranks, the ranks download these files later, from a URL that this method writes into the
+        A sharded checkpoint is a manifest at `path`, with files of shards beside it. Shards that the storage lacks are
+        left out. With is_by_ranks, the ranks download the shards later, from a URL that this method writes into the
         manifest. Raises FileNotFoundError if the folder has no checkpoint, and errors of the storage.
         """
         there = StorageFolder(self._platform, url, self.folder)

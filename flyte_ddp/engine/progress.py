@@ -95,8 +95,10 @@ class Progress:
         """Emit RunStarted and warnings of odd hosts, and start the clock; a collective.
 
         Call this before the first step, and after a checkpoint is loaded. The call also sets `places`, the host and
-        device of each rank, and adds this attempt's machine to ran_on. Warnings are emitted of hosts that differ from
-        the others, and of hosts in job.avoided. On a cluster, OddNodes is emitted for hosts whose own hardware is odd.
+        device of each rank, and adds this attempt's machine to ran_on. Warnings are emitted of odd hosts, and of hosts
+        in job.avoided. A host is odd if it differs from the others, if its processor or GPU computes wrong products or
+        is slow, or if its disk has too little room. On a cluster, OddNodes is emitted for hosts whose own hardware is
+        odd.
 
         Args:
             environment: this rank, and the number of ranks.
@@ -105,7 +107,7 @@ class Progress:
             model: the network, for its layers and the size of its weights.
 
         Raises:
-            RecoverableError: A host differs from the others, and options.odd_hosts is "refuse".
+            RecoverableError: A host is odd, and options.odd_hosts is "refuse".
         """
         world = environment.world
         self.places = measure_places(environment, self._device, job, model)

@@ -284,8 +284,9 @@ def _trained_params(unit: Any) -> list[Any]:
 def hook_whole_gradients(unit: Any, call: Callable[[int], None]) -> None:
     """Register a function that torch calls in a backward pass for each trained weight of an FSDP unit; a collective.
 
-    This function returns at once. Later, torch calls `call` when this rank's gradient of a whole weight is complete,
-    before the ranks share out its rows. A weight that the pass does not use causes no call.
+    In each later pass, torch calls `call` when this rank's gradient of a whole weight is complete, before the ranks
+    share out its rows. A weight that the pass does not use causes no call. The ranks gather the unit's weights once
+    here, so all of them must call this function.
 
     Args:
         unit: a module that fully_shard was applied to, in a network that has run forward before.
@@ -411,7 +412,7 @@ def broadcast_together(tensors: list[Tensor]) -> None:
     Many tensors travel in one message. An empty list sends nothing.
 
     Args:
-        tensors: dense tensors, of the same shapes on all ranks.
+        tensors: dense tensors that need no gradient, of the same shapes and dtypes on all ranks.
     """
     if tensors:
         group: Any = distributed.group.WORLD

@@ -89,9 +89,13 @@ def resolve_for_multinode(hp: Hyperparameters, auto: str = "mnist") -> str:
 def resolve_name(asked: str, auto: str = "mnist") -> str:
     """Return the name of the dataset to train on: `asked`, or `auto` if `asked` is "auto".
 
-    On a cluster, nothing else happens. A local run deletes the prepared dataset if that is damaged, and drops cache
-    entries whose files are gone. For "auto" it also prepares the dataset; if the download fails, a line says so, and
-    "digits" is returned.
+    On a cluster, nothing else happens. A local run deletes the prepared dataset of that name if its files are damaged,
+    and drops entries of Flyte's local cache whose files are gone. For "auto" it also downloads and prepares the
+    dataset; if the download fails, a line on the console says so, and the result is "digits".
+
+    Raises:
+        InputError: In a local run, the name is unknown, DDP_DATA_MIRROR is wrong, or the folder for datasets cannot be
+            written to.
     """
     name = datasets.resolve_name(platform, asked, auto)
     if is_local():

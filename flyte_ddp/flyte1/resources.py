@@ -139,15 +139,15 @@ def with_template(arguments: dict[str, Any]) -> dict[str, Any]:
     The grace is the seconds from a SIGTERM until the pod is killed. The pod's template sets it, and two environment
     variables tell the pod. Both depend on the template in the arguments:
 
-    - A pod_template with a grace keeps it. The variables have its grace, or the registered one if that is smaller.
+    - A pod_template with a grace keeps it. The variables have the smaller one of its grace and a registered grace.
     - A pod_template without a grace gets the registered grace, or this library's default. The variables have the same.
     - A template in the cluster (pod_template_name) is not changed. The variables have the registered grace, or 30 s.
     - Without a template, a registered grace adds a pod_template that sets it, and the variables have it. If no grace is
-      registered either, no template is added, and the variables have 30 s, Kubernetes' default.
+      registered either, the variables have 30 s, Kubernetes' default.
 
-    With registered avoid_hosts, the pod template gets an affinity that excludes these hosts. The template also has
-    Kubernetes tell the pod its node. With registered avoid_hours, two environment variables tell the pod for how many
-    hours nodes are avoided, and how many retries the task has.
+    With registered avoid_hosts or avoid_hours, two more variables tell the pod for how many hours nodes are avoided,
+    and how many retries the task has. Kubernetes tells the pod its node, and the pod gets an affinity that excludes
+    avoid_hosts. Both need a pod_template, which is added where there is none; a template in the cluster gets neither.
 
     Args:
         arguments: what training_resources() has returned, and "retries". The dict is not changed. Its "environment"

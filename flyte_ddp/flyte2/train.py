@@ -191,9 +191,10 @@ def naming_the_cause() -> Iterator[None]:
     retry.
 
     - Each rank writes its failure to the storage, unless another rank's failure caused it.
-    - If rank 0 hangs, or fails because another rank is lost, it raises the earliest failure in the storage, if there is
-      one, in place of its own. Its error is an AttemptError or a FinalError.
-    - Rank 0 also notifies the webhook, and leaves the failure for the next action of flyte_ddp.flyte2.sizes.
+    - If rank 0's own error reports a hang or the loss of another rank, rank 0 raises the earliest failure in the
+      storage, if there is one, in place of its own. Its error is an AttemptError or a FinalError.
+    - Rank 0 also notifies the webhook, and leaves the failure for the action that flyte_ddp.flyte2.sizes starts next
+      for the same training, with another number of nodes.
     - The other ranks raise their own error unchanged. In a local run, every rank does so, and nothing is written.
     """
     try:

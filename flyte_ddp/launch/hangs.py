@@ -46,8 +46,8 @@ def report_hang(answers: Mapping[int, Answer], hosts: Mapping[int, str], timeout
 
     All ranks call the same collectives in the same order. So the culprits are the ranks that do not answer. If all
     answer, the culprits are the ranks that have reached the fewest collectives or, if some of these have a busy GPU,
-    only those with a busy GPU. If all ranks are equally far, all are culprits. The failure is recoverable. Its `rank`
-    is the lowest of the culprits, and its `others` are the rest.
+    only those with a busy GPU. So all are culprits if all are equally far, and all or none have a busy GPU. The failure
+    is recoverable. Its `rank` is the lowest of the culprits, and its `others` are the rest.
 
     Args:
         answers: the answer of each rank, at least one. One whose `reached` is below 0 stands for a rank that has not

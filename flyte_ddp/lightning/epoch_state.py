@@ -89,13 +89,16 @@ class EpochState:
     def gather(self) -> dict[str, Any]:
         """Return what a checkpoint within the epoch needs besides Lightning's state; a collective.
 
-        Call it after waits() has returned False.
+        Call it after waits() has returned False: the checkpoint is not put off.
 
         Returns:
-            "gradients": the gradients that no optimizer has applied yet, by the position of their weight. waits() has
-            checked that these gradients are the same on all ranks. They are not copied. The dict is empty with
-            automatic optimization, and if waits() has given up. "ranks": for each rank, on the CPU, the states of its
-            metrics, what its steps have logged, and the values that callbacks see.
+            A dict with two entries:
+
+            - "gradients": the gradients that no optimizer has applied yet, by the position of their weight. They are
+              not copied. waits() has checked that they are the same on all ranks. The entry is empty with automatic
+              optimization, and if they have differed for so long that waits() puts the checkpoint off no further.
+            - "ranks": for each rank, on the CPU, the states of its metrics, what its steps have logged, and the values
+              that callbacks see.
         """
         own = {
             "metrics": {name: metric_state(metric) for name, metric in self._metrics().items()},

@@ -66,18 +66,18 @@ class Promotion:
 
 
 def writable_place(platform: Platform, place: str) -> Place:
-    """Open the place that models are promoted to, and check that it can be read and written to.
+    """Open the place that models are promoted to, and check that it can be read and, if it is new, written to.
 
     A training calls this function before it starts, so that a bad place is found early. A new place gets an empty
-    current.json.
+    current.json. Whether an existing place in object storage can still be written to is not tried.
 
     Args:
         platform: the platform.
         place: a URL. A local run also takes a folder, and has a default for "".
 
     Raises:
-        InputError: the place is empty outside of a local run, is no valid URL, cannot be read or written, or has a
-            current.json of a newer program.
+        InputError: the place is empty outside of a local run, is no valid URL, cannot be read, or written if it is new,
+            or has a current.json of a newer program.
         ReportedError: current.json is damaged, or missing although there are versions. RecoverableError, which derives
             from this error, means that the storage fails.
     """

@@ -153,7 +153,9 @@ class CheckpointMirror:
         The method also sets `step` and `figures` to those in the manifest.
 
         Raises:
-            InputError: the manifest is not that of a script's checkpoints, or names a path outside of their folder.
+            InputError: the manifest is damaged, or not that of a script's checkpoints, or names a path outside of their
+                folder.
+            OSError: there is no manifest, or it cannot be read.
         """
         try:
             found = read_manifest(self._manifest) or {}

@@ -365,7 +365,12 @@ def list_failures(sweep: Sweep, latest: Sequence[Ranked]) -> list[str]:
 
 
 def describe_saving(sweep: Sweep, latest: Sequence[Ranked]) -> str:
-    """Return a sentence on how the trials were cut, and how many epochs that saved; "" without successive halving."""
+    """Return a sentence on how the trials were cut, and how many epochs that saved; "" without successive halving.
+
+    Args:
+        sweep: the sweep.
+        latest: the latest result of each trial, in any order; at least one.
+    """
     epochs = latest[0].settings["epochs"]
     first, *others = plan_rungs(sweep, [trial.settings for trial in latest])
     if not others:

@@ -23,12 +23,12 @@ def profiling(folder: str, rank: int, optimizer: Optimizer) -> Iterator[None]:
     """Profile the 5th to 10th steps of an optimizer in the block, and write the results to a folder.
 
     Use this as a context manager. Each rank writes rank<n>.pt.trace.json, which opens in Perfetto, and in TensorBoard
-    with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators. If the block has fewer than
-    10 steps, the results are of what was recorded by its end. With fewer than 5 steps there is no operators.json. If
-    the results cannot be written, that is printed, and no error is raised. A full disk may leave half a trace.
+    with its profiler plugin. Rank 0 adds operators.json, with the most expensive operators. A block of 5 to 9 steps is
+    profiled to its end; one of 4 steps leaves a trace alone, and a shorter one nothing. If the results cannot be
+    written, that is printed, and no error is raised. A full disk may leave half a trace.
 
     Args:
-        folder: the folder, which is created. With "" nothing is profiled.
+        folder: the folder, which is created for the results. With "" nothing is profiled.
         rank: this rank.
         optimizer: the optimizer whose steps are counted.
     """

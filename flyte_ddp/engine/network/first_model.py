@@ -34,15 +34,18 @@ def first_model(recipe: Recipe, job: Job) -> First:
 
     With sharding on several ranks, only rank 0 builds the network with values. The other ranks build it on torch's meta
     device, where it takes no memory. If model() cannot do that on a rank, this rank builds it with values, too, and a
-    remark on all ranks says so.
+    remark on all ranks says so. Without sharding, each rank builds it with values, and the ranks exchange nothing.
 
     Returns:
-        Three values. The network. The names, as rank 0 has them, of the frozen weights that keep model()'s values,
-        which files of weights leave out. And remarks for the user. A rank without values has none on init and freezing.
+        1. The network.
+        2. The names, as rank 0 has them, of the frozen weights that keep model()'s values. Files of weights leave these
+           out.
+        3. Remarks for the user. Those on init and freezing come from ranks that have values alone.
 
     Raises:
         InputError: The network, or the settings of init or freeze, cannot be used. With sharding, rank 0 may be the
-            only rank that raises this. Or a rank has built other tensors than rank 0; all ranks raise this.
+            only rank that raises this. Or, with sharding, a rank has built other tensors than rank 0; all ranks raise
+            this.
     """
     rank = distributed.get_rank()
     if job.options.sharding == "off" or distributed.get_world_size() == 1:
@@ -65,7 +68,7 @@ def first_model(recipe: Recipe, job: Job) -> First:
     if any(problems):  # what was built with values has not been compared yet
         _refuse_other_tensors(recipe, outline(model), expected)
     for problem in [*filter(None, problems)][:1]:
-        remarks.append(f"Each rank built the whole network in its host's memory, since model() needs values: {problem}")
+        remarks.append(f"Ranks built the whole network in their host's memory, since model() needs values: {problem}")
     return model, base, remarks
 
 

@@ -33,7 +33,8 @@ def to_device(
 
     - If options.sharding is "off", the network is moved to this rank's device.
     - Otherwise it is sharded, and all ranks get rank 0's weights and buffers.
-    - With sharding, virtual ranks and a single rank, it is checked as for sharding, but only moved.
+    - If sharding is on with virtual ranks, but there is only one rank, the network is checked as for sharding, and then
+      only moved.
 
     Args:
         recipe: the recipe.

@@ -102,8 +102,8 @@ class PendingGradients:
     def wait(self) -> bool:
         """Return whether a checkpoint has to wait because unapplied gradients differ between ranks; a collective.
 
-        A checkpoint stores one copy of these gradients for all ranks. If they differ, the ranks compare them once more
-        without those of optimizers that have stepped in this training step.
+        A checkpoint stores one copy of these gradients for all ranks. The ranks compare all of them first. If these
+        differ, the ranks compare only the gradients of optimizers that have not stepped in this training step.
 
         The method sets of_weights to the gradients to store, and has_given_up:
 

@@ -183,11 +183,11 @@ class _LossStep(Step):
         self._places = [_find_place(model, name) for name in names]
 
     def watch(self, networks: Mapping[str, nn.Module]) -> None:
-        """Have compute() raise InputError if loss_of changes a weight or buffer of these networks, too.
+        """Have compute() raise InputError if loss_of changes a weight or buffer of these networks.
 
         Args:
-            networks: the networks, by their names for the message. Tensors of the wrapped network are left out: its
-                weights are checked anyway, and its buffers may change.
+            networks: networks besides self.model, such as a teacher, by their names for the message. Tensors that
+                belong to self.model as well are left out: its weights are checked anyway, and its buffers may change.
         """
         own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
         for prefix, network in networks.items():

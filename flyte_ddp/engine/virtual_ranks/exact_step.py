@@ -400,9 +400,13 @@ class ExactStep(SingleStep):
 
     @grid.setter
     def grid(self, exponents: Tensor | None) -> None:
-        """Set the exponents of the next step's units, which may be on another device, such as those of a checkpoint.
+        """Set the exponents of the next step's units, such as those of a checkpoint.
 
-        If they are None, or of another network, the next step finds units by computing twice.
+        A unit is the power of two that the gradients of a block are rounded to multiples of. If the exponents are None,
+        or of another network, the next step finds units by computing twice.
+
+        Args:
+            exponents: (calls in a step, blocks, 1) int32, on any device; or None.
         """
         own = self._units.exponents
         is_fit = exponents is not None and exponents.shape[1:] == own.shape

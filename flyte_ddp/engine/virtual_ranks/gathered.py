@@ -136,8 +136,8 @@ def compute_rows(
 ) -> tuple[list[Seen], Tensor | None]:
     """Compute the outputs of the rank's parts, and gather the rows that measure() passes to all_gather(); a collective.
 
-    measure() runs only up to all_gather(), which raises an exception here. The random generators are seeded for each
-    part, and stay as the last part leaves them. `recipe.share` is changed.
+    An exception ends measure() at its call of all_gather(), and is caught here. The random generators are seeded for
+    each part, and stay as the last part leaves them. `recipe.share` is changed.
 
     Args:
         recipe: the recipe.

@@ -231,7 +231,8 @@ class Units:
         number a whole number of Digits.total bits.
 
         Args:
-            exponents: (blocks, 1) int32, 8 times the exponent of the largest number expected in each block's sum.
+            exponents: (blocks, 1) int32, for each block 8 * log2 of the largest number expected in its sum. Fractions
+                of a power of two are rounded up.
         """
         self.exponents = exponents.to(self._tensor.device)
         rounded_up = -torch.div(-self.exponents, STEPS, rounding_mode="floor")
