@@ -79,8 +79,9 @@ def download_once(url: str, name: str, download: Callable[[str], None]) -> Path:
         download: download(path) downloads the original, to a new file or into an empty folder. Its errors are raised,
             and the next call tries again.
     """
-    if os.path.exists(url):
-        return Path(url)
+    path = Path(url.removeprefix("file://"))
+    if path.exists():
+        return path
     folder = Path(tempfile.gettempdir(), f"dataset-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():

@@ -295,7 +295,7 @@ def judge(digests: Mapping[int, Sequence[int]], wrong_ranks: Collection[int] = (
     that applies:
 
     - PROCESSOR, naming the odd ranks that multiply wrongly; or if no rank is odd, the unsteady ones that do.
-    - PROCESSOR, naming the only unsteady rank, if no rank is odd.
+    - PROCESSOR, naming the only unsteady rank, if no rank is odd and this rank has a usual digest.
     - CODE, naming the unsteady ranks.
     - RANKS, naming the odd ranks and the majority, if no rank is unsteady.
 

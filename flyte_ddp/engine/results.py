@@ -76,7 +76,7 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
 
     Raises:
         InputError: A file cannot be written. Rank 0 alone raises it.
-        Exception: Whatever the recipe's pictures() raises.
+        Exception: Whatever reading the first test samples, or the recipe's forward() or pictures(), raises.
     """
     path = Path(job.model_path)
     is_first = distributed.get_rank() == 0

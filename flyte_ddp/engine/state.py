@@ -246,8 +246,8 @@ class TrainingState(Training):
             step: the first step of the current epoch, from 0, that has failed.
 
         Returns:
-            True if the training was restored. False, without any change, if the step failed because a number was not
-            finite, as always without virtual ranks.
+            True if the training was restored. False, without any change, if the host has waited for that step's sums,
+            as always without virtual ranks: then the step failed because a number was not finite.
         """
         number = self.schedule.last_epoch - (self.progress.step - step)
         if not (self._ahead and self._ahead.go_back(number, self.progress.sums)):

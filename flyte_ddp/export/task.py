@@ -89,7 +89,8 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
 
     Returns:
         options.dataset, unless that is "auto". For "auto", the dataset in the weights' metadata. For "auto" without
-        weights or metadata, "mnist", which a local run also downloads and prepares; if that fails, "digits".
+        weights or metadata, "mnist", which a local run also downloads and prepares, unless it is prepared
+        already; if that fails, "digits".
 
     Raises:
         InputError: A format's library is missing. Or the weights' file does not exist in a local run. Or the weights

@@ -91,7 +91,8 @@ def resolve_name(asked: str, auto: str = "mnist") -> str:
 
     On a cluster, nothing else happens. A local run deletes the prepared dataset of that name if its files are damaged,
     and drops entries of Flyte's local cache whose files are gone. For "auto" it also downloads and prepares the
-    dataset; if the download fails, a line on the console says so, and the result is "digits".
+    dataset, unless it is prepared already; if the download fails, a line on the console says so, and the result is
+    "digits".
 
     Raises:
         InputError: In a local run, the name is unknown, DDP_DATA_MIRROR is wrong, or the folder for datasets cannot be

@@ -145,9 +145,10 @@ def with_template(arguments: dict[str, Any]) -> dict[str, Any]:
     - Without a template, a registered grace adds a pod_template that sets it, and the variables have it. If no grace is
       registered either, the variables have 30 s, Kubernetes' default.
 
-    With registered avoid_hosts or avoid_hours, two more variables tell the pod for how many hours nodes are avoided,
-    and how many retries the task has. Kubernetes tells the pod its node, and the pod gets an affinity that excludes
-    avoid_hosts. Both need a pod_template, which is added where there is none; a template in the cluster gets neither.
+    With registered avoid_hours, two more variables tell the pod for how many hours nodes are avoided, and how many
+    retries the task has. With avoid_hours or avoid_hosts, Kubernetes tells the pod its node, and the pod gets an
+    affinity that excludes avoid_hosts. These two need a pod_template, which is added where there is none; a template in
+    the cluster gets neither.
 
     Args:
         arguments: what training_resources() has returned, and "retries". The dict is not changed. Its "environment"

@@ -142,12 +142,14 @@ class CheckpointFiles(TorchCheckpointIO):
         hook on_load_checkpoint of the module and of all callbacks.
 
         Raises:
-            RecoverableError: The checkpoint is gone since it was first read, or cannot be read now.
+            InputError: as find().
+            RecoverableError: The checkpoint is gone, or is refused, since it was first read; all ranks raise it. Or it
+                cannot be read now; rank 0 alone raises it.
         """
         self.find()
         state, self._state = self._state, None
         if not state:
-            raise RecoverableError(f"{self._path} is gone, from which this attempt has resumed and must load again")
+            raise RecoverableError(f"{self._path} is gone or damaged, but this attempt must load it once more")
         call_module(trainer, "on_load_checkpoint", state)  # it may add what the module's on_save_checkpoint leaves out
         trainer.strategy.load_model_state_dict(state, strict=trainer.lightning_module.strict_loading)
         call_callbacks_on_load(trainer, state)  # a WeightAveraging's checkpoint has the average in place of the weights

@@ -106,8 +106,8 @@ def check_promotion(
         The name of the dataset, the root of the place, and the complete settings.
 
     Raises:
-        InputError: an input is wrong: the place cannot be read or written to, or the weights are not those of a
-            built-in classifier on a built-in dataset.
+        InputError: an input is wrong: the place cannot be read, or written to if it is new, or the weights are not
+            those of a built-in classifier on a built-in dataset.
         ReportedError: the place's current.json is damaged. If the storage fails, it is a RecoverableError. On a
             cluster, the errors are raised as the platform's.
     """

@@ -293,6 +293,15 @@ def keeps_an_iterator(loop: Loop):
         loop.evaluated(loss=0.5)
 
 
+def goes_on_with_an_iterator(loop: Loop):
+    _, batches, _, _ = linear(loop)
+    steps = iter(batches)
+    for _ in loop.epochs():
+        for _ in steps:
+            loop.log(loss=0.5)
+        loop.evaluated(loss=0.5)
+
+
 def returns_within_an_epoch(loop: Loop, factor=1.0):
     model, batches, tests, optimizer = linear(loop)
     for epoch in loop.epochs():

@@ -215,7 +215,8 @@ def test_a_file_of_this_host_is_used_where_it_is(tmp_path):
     """A copy would keep what the file had when it was first used."""
     file = tmp_path / "x.bin"
     file.write_text("as it is now")
-    assert downloaded_once(FlyteFile(str(file))) == file
+    for url in (str(file), f"file://{file}"):
+        assert downloaded_once(FlyteFile(url)) == file
 
 
 @pytest.mark.parametrize(

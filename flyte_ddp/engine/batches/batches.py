@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 from typing import Any, Protocol
 
@@ -344,7 +343,7 @@ class TrainBatches(_Batches):
         self.passes = passes
         self.augment = augment
         self.length_window = length_window
-        self._order_to_count = lru_cache(1)(self._make_order)  # with its sorted windows, which log lines share
+        self._counted: tuple[int, Order] | None = None  # an epoch's order with its sorted windows, for log lines
         self._order(self._keys(0)).check_room()
 
     def epoch(self, epoch: int, first_step: int = 0, end: int | None = None) -> Iterator[Batch]:
@@ -382,7 +381,9 @@ class TrainBatches(_Batches):
         lengths = get_lengths(self.split)
         assert lengths
         positions = torch.arange(self.samples_until(first_step), self.samples_until(end))
-        return int(lengths.each[self._order_to_count(epoch).at(positions)].sum())
+        if self._counted is None or self._counted[0] != epoch:
+            self._counted = epoch, self._make_order(epoch)
+        return int(lengths.each[self._counted[1].at(positions)].sum())
 
     def _make_order(self, epoch: int) -> Order:
         """Return the shuffled order of an epoch's samples. Epochs are numbered from 0.

@@ -104,7 +104,7 @@ class BlockSplit:
     def spread(self, count: int) -> Tensor:
         """Choose samples for a trial, spread evenly over a few blocks that are far apart.
 
-        At least SPREAD_BLOCKS blocks are taken, and more if these have too few samples.
+        SPREAD_BLOCKS blocks are taken, or all if there are fewer; more, if these would have too few samples.
 
         Args:
             count: how many samples to choose.

@@ -285,7 +285,7 @@ def fetch_shards(
 
     Raises:
         CheckpointError: A file that some rank needs is damaged or missing. All ranks raise it.
-        RecoverableError: The storage fails for some rank. All ranks raise it.
+        RecoverableError: The storage, or the folder for temporary files, fails for some rank. All ranks raise it.
     """
     name = broadcast_value(f"checkpoint-{uuid.uuid4().hex}")
     folder = Path(tempfile.gettempdir(), name)  # this job's ranks on this host share the folder
@@ -302,8 +302,10 @@ def fetch_shards(
         problem: str | RecoverableError
         try:
             problem = next(filter(None, outcomes), "")
-        except RecoverableError as error:  # a rank that raised it at once would leave the others' files
+        except RecoverableError as error:  # a rank that raised it at once would leave the others waiting
             problem = error
+        except OSError as error:
+            problem = RecoverableError(f"a checkpoint cannot be downloaded to {folder}: {error.strerror or error}")
         for found in filter(None, gather_values(problem)):
             raise found if isinstance(found, RecoverableError) else CheckpointError(found)
         yield content

@@ -52,6 +52,9 @@ class TrainSteps:
         return len(self._batches.split) // self._batches.batch_size
 
     def __iter__(self) -> Iterator[Any]:
+        return _OneEpoch(self._steps(), self._state)
+
+    def _steps(self) -> Iterator[Any]:
         state = self._state
         if state.progress.started is None or state.is_over or state.progress.epoch == self._settings.epochs:
             raise InputError(f"iterate over loop.batches within `for epoch in loop.epochs():`; {UNTRAINED}")
@@ -72,8 +75,7 @@ class TrainSteps:
         if state.audit:
             state.audit.train = self._batches
         state.put_back()
-        epoch = state.progress.epoch
-        steps = self._batches.steps(epoch, state.progress.step, len(self))
+        steps = self._batches.steps(state.progress.epoch, state.progress.step, len(self))
         try:
             for shares in collect_garbage_between(state.progress.clock.timed(steps)):
                 state.begin_step(shares)
@@ -83,11 +85,6 @@ class TrainSteps:
                 else:
                     seed_part(state.step_seed, self._rank)
                     yield shares[0].tree
-                if state.progress.epoch != epoch:  # an iterator whose last step the end of the epoch has ended
-                    raise InputError(
-                        "an iterator over loop.batches has the steps of one epoch, got it again in epoch "
-                        f"{state.progress.epoch + 1}: call iter(batches) within `for epoch in loop.epochs():`"
-                    )
                 state.end_step()
         finally:  # also if the loop is left
             state.is_stepping = False
@@ -95,6 +92,27 @@ class TrainSteps:
                 state.trace.end_part(state.logged.get("loss"))
             # Outside of steps all ranks draw alike
             seed_all(derive_key(Use.OWN_STEP, self._settings.seed, state.progress.epoch, state.progress.step))
+
+
+class _OneEpoch(Iterator[Any]):
+    """An iterator over the steps of the epoch in which the first one is asked for.
+
+    In a later epoch it raises InputError: it would end at once, and the epoch would train nothing.
+    """
+
+    def __init__(self, steps: Iterator[Any], state: LoopState):
+        self._steps, self._state = steps, state
+        self._epoch: int | None = None
+
+    def __next__(self) -> Any:
+        epoch = self._state.progress.epoch
+        if self._epoch not in (None, epoch):
+            raise InputError(
+                f"an iterator over loop.batches has the steps of one epoch, got it again in epoch {epoch + 1}: "
+                "call iter(batches) within `for epoch in loop.epochs():`"
+            )
+        self._epoch = epoch
+        return next(self._steps)
 
 
 class Evaluation:

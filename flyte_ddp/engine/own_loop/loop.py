@@ -44,7 +44,7 @@ from flyte_ddp.launch.link import Link
 from flyte_ddp.random_numbers import Use, derive_key
 
 Number = Tensor | float
-NUMBERS = (int, float, np.generic)
+NUMBERS = (int, float, np.number, np.bool_)
 
 
 class Loop:
@@ -319,8 +319,8 @@ class Loop:
                 them.
 
         Raises:
-            InputError: "loss" is missing, the names are not those of the earlier steps, or a value is no number or
-                tensor. If ranks log different names in their first step, the end of that step raises it.
+            InputError: "loss" is missing, the names are not those of the earlier steps, or a value is no number,
+                tensor or array. If ranks log different names in their first step, the end of that step raises it.
         """
         names, has = self._state.progress.names, ", ".join(measures)
         if "loss" not in measures:
@@ -500,12 +500,11 @@ def _pairs(call: str, measures: Mapping[str, Number | tuple[Number, Number]]) ->
     Raises InputError, which names the call, if a measure is no number, tensor or pair.
     """
     for name, one in measures.items():
-        is_pair = isinstance(one, tuple) and len(one) == 2
-        if not is_pair and not isinstance(one, (Tensor, *NUMBERS)):
-            count = f" of {len(one)}" if isinstance(one, tuple) else ""
+        values = one if isinstance(one, tuple) and len(one) == 2 else (one,)
+        if not all(isinstance(value, (Tensor, *NUMBERS)) for value in values):
             raise InputError(
-                f"{call}: {name} must be a tensor or a tuple of two, such as (correct, samples), got "
-                f"{type(one).__name__}{count}: give torch.tensor(values), or write the two in round brackets"
+                f"{call}: {name} must be a number, a tensor or a tuple of two, such as (correct, samples), got "
+                f"{one!r:.60}: give torch.tensor(values), or write the two in round brackets"
             )
     pairs = {name: one if isinstance(one, tuple) else (one, _count(one)) for name, one in measures.items()}
     return {name: (_sum(value), _sum(weight)) for name, (value, weight) in pairs.items()}
