@@ -4,6 +4,7 @@ import io
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -36,7 +37,7 @@ def run_program(file: Path, *arguments: str) -> Said:
 def run_on_two_nodes(file: Path, port: int, *arguments: str, nodes: Sequence[Mapping[str, str]]) -> list[Said]:
     """As the processes that torchrun starts for one rank on each of two nodes, which have these variables and a core.
 
-    What ends one of them does not end the other.
+    An exception that ends one of them does not end the other.
     """
     torchruns = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     torchruns["MASTER_PORT"] = str(port)
@@ -58,10 +59,15 @@ def run_rank(environment: Environment, link: Link, programs: list[Program]) -> S
     if len(programs) > 1:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, [cores[environment.rank % len(cores)]])
-    error = ""
+    error, own = "", os.getpid()
     with redirect_stdout(io.StringIO()) as printed, patch.object(sys, "argv", [str(file), *arguments]):
         try:
             runpy.run_path(str(file), run_name="__main__")
-        except Exception as raised:
+        except BaseException as raised:
+            if os.getpid() != own:  # a process that the program has forked, and that must not go on as this rank
+                traceback.print_exc(file=sys.__stderr__)
+                os._exit(1)
+            if not isinstance(raised, Exception):
+                raise
             error = f"{type(raised).__name__}: {raised}"
     return Said(printed.getvalue(), error)

@@ -21,7 +21,6 @@ from flyte_ddp.report.progress import attempts_in
 from flyte_ddp.settings import RunOptions
 from tests.commands import pyflyte
 from tests.pod import (
-    MIDDLE,
     PATIENCE_SECONDS,
     Pod,
     container_of,
@@ -58,7 +57,7 @@ def prepared(place):
 
 @pytest.fixture(scope="module")
 def small(place):
-    return small_dataset(place / "small", MIDDLE)
+    return small_dataset(place / "small")
 
 
 def training_pod(data, folder, options, hp=SMALL, **more):

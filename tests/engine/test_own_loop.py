@@ -221,9 +221,9 @@ def test_ranks_of_a_host_without_the_checkpoint_are_sent_it(own, undisturbed):
     assert identical(undisturbed(), own(name="cut", target=TWO_HOSTS))
 
 
-@pytest.mark.parametrize("log_interval", [1, 1000])
-def test_a_loop_that_is_left_early_has_measures_of_what_it_did(own, log_interval):
-    trained = own(1, "left_early", epochs=9, checkpoint_seconds=0, log_interval=log_interval)
+@pytest.mark.parametrize(("nproc", "log_interval"), [(2, 1), (1, 1000)])
+def test_a_loop_that_is_left_early_has_measures_of_what_it_did(own, nproc, log_interval):
+    trained = own(nproc, "left_early", epochs=9, checkpoint_seconds=0, log_interval=log_interval)
     assert [(epoch.epoch, epoch.fraction, epoch.samples) for epoch in trained.result.epochs] == [
         (0, pytest.approx(3 / 7), 36), (1, pytest.approx(3 / 7), 36),
     ]  # fmt: skip
@@ -256,7 +256,7 @@ def test_a_compiled_network_has_the_names_and_bits_of_the_network_in_it(own, und
 
 
 def test_a_loop_that_returns_within_an_epoch_is_told_that_its_weights_have_no_measures(mistaken):
-    trained = mistaken("returns_within_an_epoch", 1).result
+    trained = mistaken("returns_within_an_epoch").result
     (warning,) = trained.warnings
     assert warning.reason.startswith("the loop has returned within an epoch, so no measures are those of the weights")
     assert [epoch.epoch for epoch in trained.epochs] == [0]

@@ -149,9 +149,9 @@ def test_a_resume_has_what_was_measured_and_drawn_before(own):
         ("evaluates_in_training_mode", r"an evaluation must leave buffers as they are, and it changes model\."),
     ],
 )
-def test_evaluations_by_which_the_result_would_follow_the_ranks_are_refused(own_here, loop, words):
+def test_evaluations_by_which_the_result_would_follow_the_ranks_are_refused(own, loop, words):
     with pytest.raises(InputError, match=words):
-        own_here(loop, 4)
+        own(2, loop)
 
 
 @pytest.mark.parametrize("change", ["replaces", "fills"])

@@ -43,6 +43,7 @@ def test_a_default_type_that_a_model_leaves_behind_changes_no_bit(train, whole, 
     assert identical(left, whole(**settings))
 
 
+@pytest.mark.kernels
 def test_a_last_batch_with_fewer_images_than_ranks(train):
     # 318 = 317 + 1: in the last step all ranks but one have nothing to do
     one, three = (train(nproc, name=f"{nproc}", batch_size=317, learning_rate=0.1) for nproc in (1, 3))

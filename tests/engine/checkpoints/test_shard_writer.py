@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 
 from flyte_ddp.code.user_code import find_code
+from flyte_ddp.engine.checkpoints import resume
 from flyte_ddp.engine.checkpoints.checkpoint import FORMAT, read_checkpoint
 from flyte_ddp.engine.checkpoints.resume import fetch_shards
 from flyte_ddp.engine.checkpoints.shard_writer import ShardWriter, SharedFolder
@@ -162,17 +163,38 @@ def test_what_one_job_of_a_host_has_fetched_is_not_anothers(stored):
     assert not any(file.parent.exists() for file in (*one["shards"], *other["shards"]))
 
 
-def test_a_download_that_fails_leaves_no_folder(stored, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(RecoverableError("the storage is unreachable"), "unreachable"), (OSError(28, "No space left"), "No space left")],
+)
+def test_a_download_that_fails_leaves_no_folder_and_is_told_to_the_others(stored, tmp_path, monkeypatch, error, words):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     manifest, layout = stored
+    told = []
+
+    def refuse(*_):
+        raise error
+
+    def exchange(problem):
+        told.append(problem)
+        return [problem]
+
+    monkeypatch.setattr(resume, "gather_values", exchange)
     storage: Any = SimpleNamespace(get=refuse)
-    with pytest.raises(RecoverableError, match="unreachable"), fetch_shards(manifest, layout, storage, ALONE):
+    with pytest.raises(RecoverableError, match=words) as raised, fetch_shards(manifest, layout, storage, ALONE):
         pass
+    assert told == [raised.value]
     assert [*(tmp_path / "temporary").iterdir()] == []
 
 
-def refuse(*_):
-    raise RecoverableError("the storage is unreachable")
+def test_a_download_that_fails_on_another_rank_is_raised_here_too(stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    manifest, layout = stored
+    monkeypatch.setattr(resume, "gather_values", lambda problem: [problem, RecoverableError("unreachable")])
+    storage: Any = Copies()
+    with pytest.raises(RecoverableError, match="unreachable"), fetch_shards(manifest, layout, storage, ALONE):
+        pass
+    assert [*(tmp_path / "temporary").iterdir()] == []
 
 
 def test_a_rank_that_fails_in_whatever_way_tells_the_others_and_training(rank, tmp_path):

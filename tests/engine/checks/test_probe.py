@@ -154,6 +154,7 @@ def test_what_was_read_before_must_not_matter_without_loader_workers_either(alon
     assert_refused("AscendingDataset", words, tmp_path, workers=0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", BY_VIRTUAL_RANKS)
 def test_what_virtual_ranks_cannot_repeat_is_refused(alone, tmp_path, name):
     assert_refused(name, BY_VIRTUAL_RANKS[name], tmp_path, virtual_ranks=2)

@@ -71,6 +71,7 @@ class Deep(nn.Module):
         return self.last(features)
 
 
+@pytest.mark.kernels
 def test_weights_that_borrowed_samples_alone_use_are_unused(train):
     settings = {"recipe": f"{__name__}:Dropped", "virtual_ranks": 2, "epochs": 3, **SHORT}
     assert identical(*(train(nproc, name=f"{nproc}", **settings) for nproc in (1, 2)))
@@ -168,6 +169,7 @@ class Nudged(ImageClassifier):
         return model
 
 
+@pytest.mark.kernels
 def test_the_average_too_begins_with_rank_0s_weights(train):
     settings = {"recipe": f"{__name__}:Nudged", "train_fraction": 16 / 318, "ema_decay": 0.9, "virtual_ranks": 3}
     assert identical(*(train(nproc, name=f"{nproc}", **settings) for nproc in (1, 3)))
