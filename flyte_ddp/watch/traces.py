@@ -71,8 +71,8 @@ def read_trace(progress_path: str) -> dict[int, Step]:
 def compare_traces(one: Mapping[int, Step], other: Mapping[int, Step]) -> str:
     """Return a sentence on the first traced step that differs, and on what differs first in this step.
 
-    If all steps that both traces have are equal, or there are no such steps, the sentence says so. It also says so if
-    the networks differ, because their weights have different names.
+    If all steps that both traces have are equal, or there are no such steps, the sentence says so. If the names of the
+    weights differ, it says that the networks do.
 
     Args:
         one: the steps of one trace by number.

@@ -359,7 +359,7 @@ def test_a_buffer_that_gets_its_shape_from_the_first_batch_may_stay_if_it_can_be
         ("forgets_to_keep", r"call loop.keep before loop.epochs: a checkpoint could not be resumed without"),
         ("forgets_epochs", r"iterate over loop.batches within `for epoch in loop.epochs\(\):`"),
         ("forgets_to_log", r"call loop.log\(loss=...\) once in each step"),
-        ("logs_a_word", r"loop.log: phase must be a number or a tensor, got 'warm-up': leave it out"),
+        ("logs_a_word", r"loop.log: phase must be a number or a tensor, got 'warm-up': give the step's value"),
         ("logs_no_loss", r"loop.log must have a measure named loss, got error: give it"),
         (
             "keeps_an_array_from_the_first_epoch_on",

@@ -305,7 +305,10 @@ def fetch_shards(
         except RecoverableError as error:  # a rank that raised it at once would leave the others waiting
             problem = error
         except OSError as error:
-            problem = RecoverableError(f"a checkpoint cannot be downloaded to {folder}: {error.strerror or error}")
+            problem = RecoverableError(
+                f"a checkpoint cannot be downloaded to {folder}: {error.strerror or error}; free or allow space there, "
+                "or set TMPDIR to another folder"
+            )
         for found in filter(None, gather_values(problem)):
             raise found if isinstance(found, RecoverableError) else CheckpointError(found)
         yield content

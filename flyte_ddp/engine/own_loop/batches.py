@@ -95,9 +95,9 @@ class TrainSteps:
 
 
 class _OneEpoch(Iterator[Any]):
-    """An iterator over the steps of the epoch in which the first one is asked for.
+    """An iterator over the steps of one epoch, that in which the first step is asked for.
 
-    In a later epoch it raises InputError: it would end at once, and the epoch would train nothing.
+    In a later epoch it raises InputError, or that epoch would train on the rest of this one, which may be nothing.
     """
 
     def __init__(self, steps: Iterator[Any], state: LoopState):

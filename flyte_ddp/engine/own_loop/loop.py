@@ -517,7 +517,10 @@ def _mean(name: str, value: Number, device: torch.device) -> Tensor:
     try:
         return torch.as_tensor(value, dtype=torch.float64, device=device).detach().mean()
     except (TypeError, ValueError):
-        raise InputError(f"loop.log: {name} must be a number or a tensor, got {value!r}: leave it out") from None
+        raise InputError(
+            f"loop.log: {name} must be a number or a tensor, got {value!r:.60}: give the step's value, or leave out "
+            "what has none"
+        ) from None
 
 
 def _sum(value: Number) -> float:
