@@ -47,7 +47,7 @@ class Rank:
     def __init__(
         self, platform, sharding="full", cut_at=(9, 0), watch=lambda event: None, keep_best=0, seconds=0.0, **settings
     ):
-        self.told, self.weights, self.kept, self._cut_at, self._read_sums = [], {}, {}, cut_at, watch
+        self.told, self.weights, self.kept, self._cut_at, self._on_event = [], {}, {}, cut_at, watch
         subject = make_subject(find_code("tests.engine.sharding_recipes:Everything"), Settings(**{**WHOLE, **settings}))
         options = RunOptions(
             sharding=sharding, checkpoint_seconds=seconds, keep_best=keep_best, tracking="off", loader_workers=0
@@ -71,7 +71,7 @@ class Rank:
 
     def _watch(self, event):
         self.told.append(event)
-        self._read_sums(event)
+        self._on_event(event)
         if isinstance(event, StepLogged) and (event.epoch, event.step) >= self._cut_at:
             raise Unplugged
 
