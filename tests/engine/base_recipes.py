@@ -157,6 +157,10 @@ class TrainedBfloat16(Typed):
     last = torch.bfloat16
 
 
+class TrainedFloat64(Typed):
+    last = torch.float64
+
+
 class FrozenBfloat16(Typed):
     first = torch.bfloat16
 

@@ -30,6 +30,7 @@ from tests.engine.base_recipes import (
     TaughtLate,
     Tied,
     TrainedBfloat16,
+    TrainedFloat64,
 )
 from tests.engine.probe_recipes import Settings, Sound
 
@@ -196,8 +197,9 @@ def test_an_average_shares_what_is_frozen():
     [
         (
             TrainedBfloat16,
-            r"Bfloat16\.model .*: 1\.weight is bfloat16, but what is trained must be float32, .*float\(\) on",
+            r"Bfloat16\.model .*: 1\.weight is bfloat16, but what is trained must be float32, or small .*float\(\) on",
         ),
+        (TrainedFloat64, r"Float64\.model .*: 1\.weight is float64, but what is trained must be float32: call float"),
         (
             FrozenFloat16,
             r"Float16\.model .*: 0\.weight is float16, but what is frozen must be float32 or bfloat16: call",

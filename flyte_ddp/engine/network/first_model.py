@@ -267,7 +267,9 @@ def check_types(recipe: Recipe, model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not weight.requires_grad):
             continue
-        rule, remedy = "what is trained must be float32, or small updates are lost", "call float() on it"
+        rule, remedy = "what is trained must be float32", "call float() on it"
+        if weight.dtype.itemsize < torch.float32.itemsize:
+            rule += ", or small updates are lost"
         if not weight.requires_grad:
             rule, remedy = "what is frozen must be float32 or bfloat16", "call bfloat16() on it"
         remedy += ", or give from_pretrained a dtype (precision decides what is computed in)"
