@@ -184,7 +184,11 @@ def decode(literal: Literal) -> Any:
 
 
 def main(image: str = "flyte-ddp-training:latest", *arguments: str) -> None:
-    package = build_package(image, *arguments)
+    show_package(build_package(image, *arguments))
+
+
+def show_package(package: Package) -> None:
+    """Print tasks, workflows and launch plans, and a summary of the tasks."""
     plans = package.launch_plans
     described = {
         name: describe_launch_plan(plan.spec, plans[plan.spec.workflow_id.name].spec) for name, plan in plans.items()

@@ -6,6 +6,16 @@ from scripts.dry_run import Package
 from tests.pod import package
 
 KEY = "a-secret-key-that-must-not-travel"
+SANDBOX = {
+    "DDP_ATTEMPT_SECONDS": "3600",
+    "DDP_INTERRUPTIBLE": "true",
+    "DDP_MLFLOW_SECRET": "tracking/address",
+    "DDP_NOTIFY": "email:me@example.org",
+    "DDP_PROFILE": "sandbox",
+    "DDP_WANDB_SECRET": "tracking/key",
+    "DDP_WEBHOOK_SECRET": "hooks/url",
+    "WANDB_API_KEY": KEY,
+}
 
 
 def full_package() -> Package:
@@ -27,16 +37,4 @@ def full_package() -> Package:
 
 def sandbox_package() -> Package:
     """For few resources, with secrets, and with the code archive that `register` uploads."""
-    return package(
-        "--copy",
-        "all",
-        DDP_ATTEMPT_SECONDS="3600",
-        DDP_INTERRUPTIBLE="true",
-        DDP_MLFLOW_SECRET="tracking/address",
-        DDP_NOTIFY="email:a@example.org,b@example.org",
-        DDP_NOTIFY_PHASES="succeeded,failed",
-        DDP_PROFILE="sandbox",
-        DDP_WANDB_SECRET="tracking/key",
-        DDP_WEBHOOK_SECRET="hooks/url",
-        WANDB_API_KEY=KEY,
-    )
+    return package("--copy", "all", **SANDBOX)

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from flyteidl.core.execution_pb2 import WorkflowExecution
 from flytekit import Secret
 from flytekit.types.directory import FlyteDirectory
 
@@ -24,9 +25,10 @@ from flyte_ddp.launch.failures import Failure, PreemptedError, RankError
 from flyte_ddp.recipes.hyperparameters import Hyperparameters
 from flyte_ddp.settings import RunOptions, TrainingSettings
 from scripts import dry_run
-from tests.packages import full_package, sandbox_package
+from tests.packages import SANDBOX, full_package, sandbox_package
 from tests.pod import Pod, container_of, literal, package, package_for_here, small_dataset
 
+DEFAULT_PHASES = ["FAILED", "TIMED_OUT", "ABORTED"]
 TOKEN = "a-token-that-is-not-shown"
 
 
@@ -204,7 +206,6 @@ def test_a_pod_that_lacks_its_gpus_is_told(server, monkeypatch, training):
 # --- registration ---
 
 
-@pytest.mark.slow
 def test_training_pods_know_the_webhook_or_its_secret():
     open_one, secret = (
         made.tasks["workflows.mnist.pytorch_mnist_task"] for made in (full_package(), sandbox_package())
@@ -222,27 +223,27 @@ def test_training_pods_know_the_webhook_or_its_secret():
     assert "DDP_WEBHOOK" not in {variable.key for variable in container_of(secret).env}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("registered", "field"), [(full_package, "slack"), (sandbox_package, "email")])
-def test_ready_made_launch_plans_notify(registered, field):
+@pytest.mark.parametrize(
+    ("registered", "field", "names", "phases"),
+    [(full_package, "slack", "ab", ["SUCCEEDED", "FAILED"]), (sandbox_package, "email", ["me"], DEFAULT_PHASES)],
+)
+def test_ready_made_launch_plans_notify(registered, field, names, phases):
     plans = registered().launch_plans
     for name in ("mnist", "fashion_mnist", "cifar10", "digits_smoke", "nightly"):
         (notified,) = plans[name].spec.entity_metadata.notifications
-        assert list(getattr(notified, field).recipients_email) == ["a@example.org", "b@example.org"]
-        assert len(notified.phases) == 2
+        assert list(getattr(notified, field).recipients_email) == [f"{name}@example.org" for name in names]
+        assert [WorkflowExecution.Phase.Name(phase) for phase in notified.phases] == phases
     assert not package().launch_plans["nightly"].spec.entity_metadata.notifications
 
 
-@pytest.mark.slow
-def test_the_documented_registration_shows_who_is_told(monkeypatch, capsys):
+def test_a_dry_run_of_the_documented_registration_shows_who_is_told(capsys):
     page = (dry_run.ROOT / "docs" / "on-a-cluster.md").read_text()
-    (variables, image) = re.findall(r"^((?:DDP_\w+=\S+ )+)make dry-run IMAGE=(\S+)$", page, re.MULTILINE)[0]
-    for assignment in variables.split():
-        monkeypatch.setenv(*assignment.split("=", 1))
-    dry_run.main(image)
+    (variables,) = re.findall(r"^((?:DDP_\w+=\S+ )+)make dry-run IMAGE=\S+$", page, re.MULTILINE)
+    assert dict(assignment.split("=", 1) for assignment in variables.split()).items() <= SANDBOX.items()
+    dry_run.show_package(sandbox_package())
     said = capsys.readouterr().out
     assert said.count("email me@example.org: failed, timed_out, aborted") == 5
     assert "hooks/url as DDP_POD_WEBHOOK" in said
     assert "no limit" in said
-    assert "86400 s" in said
+    assert "3600 s" in said
     assert " 0 s" not in said

@@ -137,7 +137,6 @@ def test_a_number_of_gpus_that_no_pod_has_is_refused_before_anything_is_prepared
         training_on_gpus_wf(gpus=gpus)
 
 
-@pytest.mark.slow
 def test_what_all_pods_get_reaches_every_pod():
     own = {"HTTPS_PROXY": "http://proxy.example:3128", "QUOTES": "\"'", "DDP_DATA_MIRROR": "s3://bucket/originals"}
     labels, annotations = {"kueue.x-k8s.io/queue-name": "research"}, {"example.org/cost": 'centre 7, "vision"'}

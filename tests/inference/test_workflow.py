@@ -101,12 +101,9 @@ def photos(tmp_path_factory):
     return folder
 
 
-def map_task():
-    (task,) = (
-        task
-        for name, task in package_for_here().tasks.items()
-        if name.startswith("flyte_ddp.inference.task.map_predict_shard")
-    )
+def map_task(registered):
+    name = "flyte_ddp.inference.task.map_predict_shard"
+    (task,) = (task for found, task in registered.tasks.items() if found.startswith(name))
     return task
 
 
@@ -126,7 +123,8 @@ def test_pods_predict_a_shard_and_gather_it(trained, photos, tmp_path):
     assert [decode(shard)["last"] for shard in shards.collection.literals] == [8]
 
     which = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "SHARD", "SHARD": "0"}
-    part = Pod(map_task(), {"shard": shards, **inputs}, tmp_path / "shard", environment=which).run()["o0"]
+    mapped, inputs["shard"] = map_task(package_for_here()), shards
+    part = Pod(mapped, inputs, tmp_path / "shard", environment=which).run()["o0"]
     parts = Literal(collection=LiteralCollection(literals=[part]))
     pod = Pod(tasks["flyte_ddp.inference.gather.gather_shards"], {"parts": parts, **fixed}, tmp_path / "gather")
     outputs = pod.run()
@@ -142,13 +140,13 @@ def test_pods_predict_a_shard_and_gather_it(trained, photos, tmp_path):
     assert (pod.folder / "deck.html").exists()
 
 
-@pytest.mark.slow
 def test_map_task_is_registered_with_its_retries_and_so_many_at_a_time():
-    metadata = map_task().metadata
+    registered = full_package()
+    metadata = map_task(registered).metadata
     assert metadata.retries.retries == 3
     assert metadata.discoverable
     assert list(metadata.cache_ignore_input_vars) == ["model_state", "data", "folder", "listing", "options"]
-    nodes = full_package().workflows["workflows.inference.inference_wf"].template.nodes
+    nodes = registered.workflows["workflows.inference.inference_wf"].template.nodes
     (mapped,) = (node.array_node for node in nodes if node.HasField("array_node"))
     assert mapped.parallelism == 3
     assert mapped.min_success_ratio == 1

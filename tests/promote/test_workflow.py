@@ -227,7 +227,6 @@ def test_a_recipe_is_promoted_by_its_headline_the_right_way_round(tmp_path):
     assert promote(platform, worse, its_model, place, PromotionOptions(better="higher")).summary.promoted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("registered", "name"),
     [(package, "workflows.mnist.pytorch_training_wf"), (full_package, "workflows.promote.promote_wf")],
