@@ -57,7 +57,7 @@ class ImageFiles:
 
 
 def decode(file: str | Path | BinaryIO, shape: tuple[int, int, int]) -> np.ndarray:
-    """Decode an image file to an array (C, H, W) uint8. Of an animation or several pages, take the first image.
+    """Decode an image file, or the first image of an animation or of several pages, to an array (C, H, W) uint8.
 
     The image is turned upright, loses its transparency, is scaled until it covers H x W, and is cropped around its
     centre. Values of 16 bits keep their upper 8 bits.

@@ -207,8 +207,8 @@ class Stored:
 def stored_data(url: str, options: dict[str, dict[str, Any]] | None = None) -> StoredData:
     """Return a reference to data in a storage: URL, options, and a digest that changes when the files change.
 
-    The digest is computed from the files' names, sizes and times; the files are not read. Only the index of a folder of
-    blocks is read: its content counts in place of all other files of that folder.
+    The digest is computed from the files' names, sizes and times, without reading the files. In a folder of blocks, the
+    content of the index counts instead.
 
     Args:
         url: a folder with files, or a file.

@@ -107,7 +107,7 @@ def open_images(directory: PathLike, split: str) -> tuple[np.ndarray | ImageFile
     The dataset may have been prepared from arrays or from a folder of image files.
 
     Args:
-        directory: the folder of the dataset. For image files, link_images() must have linked it to their folder.
+        directory: the folder of the dataset. For image files, call link_images() first.
         split: "train" or "test".
 
     Returns:

@@ -80,8 +80,8 @@ def _all_images(folder: Path) -> Files:
     "". Classes without image files are left out, so a split may be empty.
 
     Raises:
-        InputError: The folder is not there. Or sub-folders have names of splits, such as "valid", but are not just
-            train and test. One such sub-folder is accepted, as a class, if all its images lie directly in it.
+        InputError: The folder is not there, or its sub-folders are splits other than train and test, as
+            _refuse_splits() describes.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -97,15 +97,15 @@ def _all_images(folder: Path) -> Files:
 
 
 def _refuse_splits(folder: Path, divided: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
-    """Raise InputError if sub-folders have names of splits, such as "valid", but are not just train and test.
+    """Raise InputError if sub-folders are splits, but not just train and test.
 
-    Such sub-folders would be left out, or taken for classes. A single sub-folder with such a name is accepted as a
-    class if all its image files lie directly in it.
+    Sub-folders are splits if several have names of splits, such as "valid". If only one has such a name, it is a split
+    if any of its image files lie in sub-folders of its own, and otherwise a class.
 
     Args:
         folder: the folder, for the message.
         divided: the names of all sub-folders, if both train and test are among them; otherwise empty.
-        classes: the files of each sub-folder, by the sub-folder's name; empty if `divided` is not.
+        classes: the image files of each sub-folder, by its name; empty if both train and test are there.
     """
     named = [name for name in (*divided, *classes) if name.lower() in SPLIT_NAMES]
     files = classes[named[0]] if len(named) == 1 else []
@@ -351,9 +351,9 @@ def _read_all(folder: Path, rows: Sequence[tuple[int, str]], shape: tuple[int, i
 
 
 def _judge(folder: Path, bad: Sequence[str], count: int, limit: float, say: Callable[[str], None]) -> None:
-    """Print how many of `count` files are `bad`, which cannot be read, and the names of the first ones.
+    """Print how many of `count` image files cannot be read, and the first texts of `bad`, which has one for each.
 
-    Nothing is printed if none is bad. If their share is above `limit`, from 0 to 1, InputError is raised instead.
+    Nothing is printed if `bad` is empty. Raises InputError instead if their share is above `limit`, from 0 to 1.
     """
     if not bad:
         return

@@ -102,13 +102,13 @@ class Opener:
     def _answer(self, url: str) -> requests.Response:
         """Send a GET request, and return the answer, of any status, once its headers have come.
 
-        The answer must come within limits.answer_seconds, or in what waited_seconds leaves of limits.silence_seconds,
-        if that is less. The time of a failed request is added to waited_seconds.
+        The answer must come within limits.answer_seconds, and before waited_seconds would exceed
+        limits.silence_seconds. The time of a failed request is added to waited_seconds.
 
         Raises:
+            UnreachableError: The request has failed, has no answer in time, or is not sent because less than 0.1 s is
+                left. This is a subclass of RefusedError.
             RefusedError: The redirects never end.
-            UnreachableError: A RefusedError, too: the request has failed, has no answer in time, or, with less than 0.1
-                s left, is not sent.
         """
         outcome: queue.SimpleQueue[requests.Response | Exception] = queue.SimpleQueue()
         limits = self.limits
