@@ -123,7 +123,7 @@ def inputs_section(written: Written) -> Section:
 
 
 def preprocessing_section(written: Written) -> Section:
-    """Return the card's section "Around the network": the numbered lines of written.before, the recipe's own forward.
+    """Return the card's section "Around the network", which lists the source of the recipe's forward (written.before).
 
     Call this function only if written.before is not empty.
     """

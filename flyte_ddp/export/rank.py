@@ -139,7 +139,7 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
 
 
 def find_hits(recipe: Recipe, tree: Any, pairs: Pairs) -> tuple[Tensor, Tensor] | None:
-    """Return the labels and the hits of a classifier's batch; None if the recipe is no Classifier.
+    """Return the labels and the hits of a classifier's batch.
 
     Args:
         recipe: the recipe.
@@ -148,7 +148,7 @@ def find_hits(recipe: Recipe, tree: Any, pairs: Pairs) -> tuple[Tensor, Tensor] 
 
     Returns:
         The labels (n,), whole numbers from 0, and the hits (n,): 1 where the prediction is right, else 0. None if the
-        recipe's own measure() has no "accuracy", or weights for it, or if the recipe has other labels.
+        recipe is no Classifier, if its measure() has no "accuracy" or weights it, or if its labels are others.
     """
     if not isinstance(recipe, Classifier) or "accuracy" not in pairs or not isinstance(tree, (tuple, list)):
         return None
@@ -168,7 +168,7 @@ def class_accuracies(recipe: Recipe, seen: Sequence[tuple[Tensor, Tensor] | None
             0.0 elsewhere; None for a batch without these.
 
     Returns:
-        The accuracies by name; an empty dict if a batch has no hits, or if `seen` is empty.
+        The accuracies by name; {} if `seen` is empty or has a None.
     """
     known = [found for found in seen if found]
     if not known or len(known) < len(seen):
