@@ -83,9 +83,9 @@ def restore_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
 def begin_epoch_again(trainer: Trainer, observer: Callback) -> bool:
     """Call on_train_epoch_start of the user's callbacks and of the module, after a resume within an epoch.
 
-    Lightning does not call these hooks then. Among Lightning's own callbacks, only GradientAccumulationScheduler and
-    StochasticWeightAveraging are called. Subclasses of BaseFinetuning are not called. Afterwards each of the user's
-    callbacks has the state_dict() from before its hook. Weights that a hook changes stay changed.
+    Lightning does not call these hooks then. This function calls all of them except those of subclasses of
+    BaseFinetuning, and of Lightning's own callbacks other than GradientAccumulationScheduler and
+    StochasticWeightAveraging. After its hook, each of the user's callbacks gets back its state_dict() from before.
 
     Args:
         trainer: the trainer.

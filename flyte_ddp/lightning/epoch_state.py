@@ -41,9 +41,11 @@ class EpochState:
 
         Call it after the hooks that begin an epoch, because they may set metrics and gradients to zero.
 
-        The gradients are always restored, logged values and metrics only on the same number of ranks as before. On
-        another number of ranks, logged values and metrics begin anew if the epoch has steps left. Otherwise each rank
-        takes those of one of the earlier ranks.
+        The gradients are always restored. Logged values and metrics depend on the number of ranks:
+
+        - The same number as before: each rank restores its own.
+        - Another number, with steps left in the epoch: all begin anew.
+        - Another number, with no steps left: each rank takes those of one of the earlier ranks.
 
         Args:
             saved: what gather() has returned, and "is_trained": whether the epoch has no steps left.
@@ -89,14 +91,14 @@ class EpochState:
     def gather(self) -> dict[str, Any]:
         """Return what a checkpoint within the epoch needs besides Lightning's state; a collective.
 
-        Call it after waits() has returned False: the checkpoint is not put off.
+        Call it after waits() has returned False.
 
         Returns:
             A dict with two entries:
 
             - "gradients": the gradients that no optimizer has applied yet, by the position of their weight. They are
-              not copied. waits() has checked that they are the same on all ranks. The entry is empty with automatic
-              optimization, and if they have differed for so long that waits() puts the checkpoint off no further.
+              not copied, and are the same on all ranks. The entry is empty with automatic optimization, and if
+              gradients.has_given_up.
             - "ranks": for each rank, on the CPU, the states of its metrics, what its steps have logged, and the values
               that callbacks see.
         """

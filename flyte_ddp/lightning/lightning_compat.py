@@ -183,8 +183,8 @@ REDUCTIONS: dict[str, Any] = {
 def logged_in_epoch(trainer: Trainer) -> list[dict[str, Any]]:
     """Return what this rank's training steps of the epoch have logged so far, for restore_logged().
 
-    Of a metric object, only its attribute's name in the module is returned, not its state. Metric objects that are no
-    attribute of the module are left out, and so are values logged with sync_dist_group.
+    For a metric object, the result has its attribute's name in the module, but not its state. Metric objects that are
+    no attribute of the module are left out, and so are values logged with sync_dist_group.
 
     Returns:
         A dict for each logged value, with its key, how it was logged, and its sums as tensors. The tensors are not

@@ -65,8 +65,8 @@ def find_unlogged_measures(
     """Return a warning for each measure that a report needs, and the module does not log; [] if all is well.
 
     - The headline gets a warning if neither training nor validation logs it.
-    - With a validation, "loss" gets a warning if only training or single validation loaders (as NAME/dataloader_idx_N)
-    log it. So does the headline.
+    - After a validation, "loss" and the headline each get a warning if they are logged, but not for the whole
+    validation: only in training, or for single loaders, as NAME/dataloader_idx_N.
     - If no validation loader has a batch, the only warning says so.
 
     Args:

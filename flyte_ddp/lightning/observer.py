@@ -178,10 +178,10 @@ class RankObserver(Checkpoint, Training):
     def _begin_evaluation(self, batches: Sequence[float], loaders: Any) -> None:
         """Prepare the ranks to agree during an evaluation on whether to stop; a collective.
 
-        The ranks may have different numbers of batches. So they exchange requests to stop only during the
-        evaluation's first batches, all loaders taken together: as many batches as the shortest loader of any rank has.
-        Infinite loaders are left out of this minimum. The ranks exchange nothing if all loaders are infinite, or if a
-        loader of any rank reads an IterableDataset, which may end before its stated length.
+        The ranks may have different numbers of batches. So they exchange requests to stop only during the first N
+        batches of the evaluation, where N is the length of the shortest loader of any rank. The ranks exchange nothing
+        if all loaders are infinite, or if a loader of any rank reads an IterableDataset, which may end before its
+        stated length.
 
         Args:
             batches: the number of batches of each loader on this rank; may be infinite.

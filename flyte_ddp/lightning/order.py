@@ -64,10 +64,10 @@ class Order:
         All other iterations begin at the start of their order.
 
         Args:
-            step: how many batches training has read from this loader in this epoch. The iteration leaves them out.
-            has_cycles: whether training reads this loader several times in an epoch, because another loader is longer.
-                `step` then also counts the batches of the complete passes. A loader without a length is taken to have
-                made none.
+            step: how many batches training has read from this loader in this epoch.
+            has_cycles: whether `step` may count several passes, because another loader is longer and this one starts
+                over. The iteration then continues the pass that `step` ends in. A loader without a length is taken to
+                be in its first pass.
         """
         length = sized_len(self._batches) if has_cycles else 0
         # An epoch without a step left may read nothing, and then the next one must not begin so
@@ -90,8 +90,8 @@ class Order:
     def _read(self, key: tuple[int, ...], skipped: int) -> Iterator[Any]:
         """Yield the index batches of one pass over the samples, without the first `skipped` ones.
 
-        The order is drawn from generators seeded with `key`. Before each yielded batch, the reading of its samples is
-        seeded with `key`, the batch's number and the rank.
+        The order is drawn from generators seeded with `key`. The samples of a batch are read with generators seeded
+        with `key`, the batch's number and the rank.
 
         Args:
             key: integers to seed from: those of the training and loader, the epoch, and the number of the pass within
