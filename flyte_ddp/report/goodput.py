@@ -73,8 +73,8 @@ class Attempt:
         Args:
             epoch: the position's epoch.
             step: the position's step.
-            write_seconds: how many seconds the position's checkpoint took to write, until now. They are subtracted from
-                the work, at most as many as "steps" has, because the steps of that time come after the position.
+            write_seconds: how long ago the position was reached: the seconds for writing its checkpoint. They are
+                subtracted from the work, at most as many as "steps" has.
         """
         done = self.work - min(write_seconds, self.seconds["steps"])
         self.marks.append((epoch, step, done))

@@ -77,7 +77,7 @@ def tracking_id(key: str, first: str) -> str:
 
     Args:
         key: the digest of what determines the training's result, in hex.
-        first: a text that is the same for all attempts at a training, and another one for any other training.
+        first: a text that all attempts at a training have in common, and no other training has.
     """
     return f"{key[:8]}-{hashlib.sha256(first.encode(errors='backslashreplace')).hexdigest()[:8]}"
 
