@@ -133,11 +133,10 @@ def _compare_steps(one: Step, other: Step, before: Step | None) -> str:
 def _first_output(one: Step, other: Step) -> str:
     """Return a text that names the first output that differs between two traces of a step; "" if all are equal.
 
-    The text also names the parts of the batch: "the output of layer1, in part 0, 2 of the batch". Each call of backward
-    and each part of the batch has its own outputs, from the batch to the loss, in the order in which they were
-    computed. The text describes the first call of backward with a difference: the earliest output that differs in any
-    part, and all parts that differ first in this output. If the two traces have different parts or calls, the text says
-    so instead.
+    Each call of backward and each part of the batch has its own outputs, from the batch to the loss, in the order in
+    which they were computed. The text is about the first call of backward with a difference. It names the earliest
+    output that differs in any part, and the parts whose first difference it is: "the output of layer1, in part 0, 2 of
+    the batch". If the two traces have different parts or calls, the text says so instead.
     """
     if one.parts.keys() != other.parts.keys():
         counts = [f"{len({part for _, part in step.parts})} parts of a batch" for step in (one, other)]
