@@ -37,7 +37,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         its folder. The manifest has at least:
 
         - "folder": the name of a folder of shards in shards_beside(path).
-        - "files": the names of the files in that folder; for the ranks' shards, a dict with the SHA-256 of each.
+        - "files": the names of the files in that folder. In a training's manifest, a dict: their SHA-256 by name.
 
     Raises:
         OSError: The file at this path cannot be read, or is not there.

@@ -229,11 +229,12 @@ class Recipe:
     def lengths(self, split: str) -> Any:
         """Return the length of each sample of a split, (N,) whole numbers, or None if all samples have the same shape.
 
-        A tensor of a batch is padded with zeros to the longest sample of the global batch, if its samples have this
-        length in their first dimension. So augment() draws the same numbers on any number of ranks.
+        The engine makes all samples of a global batch as long as its longest one, so augment() draws the same numbers
+        on any number of ranks. This applies to each tensor whose samples have these lengths as first dimension:
 
-        data() may also return samples that are padded to the longest one of the split. These are cut to the longest
-        sample of the global batch. In such a sample, all values after its length must be the same.
+        - Shorter samples are padded with zeros.
+        - If data() returns all samples padded to the longest one of the split, they are cut. After its length, such a
+          sample must have one value everywhere.
         """
         return None
 
