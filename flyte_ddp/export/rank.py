@@ -148,7 +148,7 @@ def find_hits(recipe: Recipe, tree: Any, pairs: Pairs) -> tuple[Tensor, Tensor] 
 
     Returns:
         The labels (n,), whole numbers from 0, and the hits (n,): 1 where the prediction is right, else 0. None if the
-        recipe is no Classifier, if its measure() has no "accuracy" or weights it, or if its labels are others.
+        recipe is no Classifier, its "accuracy" is missing or has weights other than 1, or the labels are others.
     """
     if not isinstance(recipe, Classifier) or "accuracy" not in pairs or not isinstance(tree, (tuple, list)):
         return None

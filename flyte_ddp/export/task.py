@@ -88,9 +88,8 @@ def check_export(model_state: PythonPickledFile | None, options: ClassifierExpor
         options: the options of the export.
 
     Returns:
-        options.dataset, unless that is "auto". For "auto", the dataset in the weights' metadata. For "auto" without
-        weights or metadata, "mnist", which a local run also downloads and prepares, unless it is prepared
-        already; if that fails, "digits".
+        options.dataset, unless that is "auto". For "auto", the dataset in the weights' metadata or, without metadata,
+        "mnist". A local run prepares mnist then; if the download fails, the name is "digits".
 
     Raises:
         InputError: A format's library is missing. Or the weights' file does not exist in a local run. Or the weights

@@ -164,10 +164,10 @@ def _unpacked(class_name: str, below: str, archives: Sequence[Path]) -> list[Any
 
 
 def _cifar10(ask: Ask) -> Originals:
-    """Download CIFAR-10 if it is not here, and return its classes, images and labels.
+    """Download CIFAR-10 unless it is in the folder for data, and return its classes, images and labels.
 
-    The unpacked files are taken if they are in the folder for data, or if DDP_DATA_MIRROR has them. Otherwise the
-    archive is downloaded, from the mirror or else from the public address, and is unpacked.
+    The function tries these, in order: unpacked files in the folder for data, unpacked files in DDP_DATA_MIRROR, the
+    archive in DDP_DATA_MIRROR, and the archive at the public address.
 
     Args:
         ask: ask(urls) returns Mirrors that try the folders at these URLs, in order.
@@ -199,14 +199,13 @@ def _digits(ask: Ask) -> Originals:
 
     Every sixth image of each class is for testing, 296 in all. An epoch goes over the other 1,501 eight times.
 
-    The 8 x 8 images are enlarged to 24 x 24 and padded to 28 x 28: of the sizes tried, the tutorial's network learns
-    this one best.
+    The 8 x 8 images are enlarged to 24 x 24 and padded to 28 x 28.
     """
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     labels = digits.target
-    images = _enlarge(digits.images.astype(np.int64))
+    images = _enlarge(digits.images.astype(np.int64))  # of the sizes tried, the tutorial's network learns this one best
     within_class = np.zeros(len(labels), np.int64)
     for label in range(10):
         within_class[labels == label] = np.arange((labels == label).sum())

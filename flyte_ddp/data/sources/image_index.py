@@ -53,8 +53,7 @@ def list_images(folder: Path) -> Files:
 
     Raises:
         InputError: The folder is not there or may not be read; the folder, train or test has no image files; there is
-            only one class to train on; a class is in test alone; or sub-folders have the names of other splits, such as
-            "valid".
+            only one class to train on; a class is in test alone; or there are other splits, such as "valid".
     """
     with reading():
         paths = _all_images(folder)
@@ -80,8 +79,7 @@ def _all_images(folder: Path) -> Files:
     "". Classes without image files are left out, so a split may be empty.
 
     Raises:
-        InputError: The folder is not there, or its sub-folders are splits other than train and test, as
-            _refuse_splits() describes.
+        InputError: The folder is not there, or its sub-folders are splits, but not just train and test.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
