@@ -52,10 +52,10 @@ class CheckpointFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write Lightning's checkpoint to a path; Lightning calls it on rank 0.
 
-        At job.checkpoint_path the file gets this library's format. Files that ModelCheckpoints have saved to the logs
-        are copied to a folder beside it. Copies there that this checkpoint doesn't need are deleted. CheckpointWritten
-        is emitted, with self.position. If a file can't be written, CheckpointFailed is emitted instead, and the earlier
-        checkpoint stays.
+        At job.checkpoint_path, the method writes this library's format. It copies the files that ModelCheckpoints have
+        saved to the logs to a folder beside the checkpoint, deletes copies that this checkpoint doesn't need, and emits
+        CheckpointWritten with self.position. If a file can't be written, it emits CheckpointFailed instead, and the
+        earlier checkpoint stays.
 
         At any other path, the file is as Lightning writes it, but appears whole or not at all. A URL is left to
         Lightning.
@@ -103,8 +103,8 @@ class CheckpointFiles(TorchCheckpointIO):
             The checkpoint's path, for Trainer.fit. None, on all ranks, if there is no checkpoint or it is refused.
 
         Raises:
-            InputError: The checkpoint is refused, and the user has asked for it. Or the output folder has another
-                training's checkpoint. Rank 0 alone raises it.
+            InputError: The refused checkpoint is the one that the user has asked to resume from. Or the output folder
+                has another training's checkpoint. Rank 0 alone raises it.
             RecoverableError: The checkpoint cannot be read now. Rank 0 alone raises it.
         """
         self._state = state_on_all_ranks(self._job, self._emit, self._device)

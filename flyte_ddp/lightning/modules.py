@@ -73,7 +73,7 @@ def _find_function(name: str) -> Callable[..., Any]:
 
 
 def _without_progress_bars(job: LightningJob, callbacks: Any) -> list[Callback]:
-    """Return the callbacks without progress bars. Raises InputError for all but a list of Lightning's callbacks."""
+    """Return the callbacks without progress bars. Raises InputError if they are no list of Lightning's callbacks."""
     if not (isinstance(callbacks, (list, tuple)) and all(isinstance(one, Callback) for one in callbacks)):
         raise InputError(
             f"{job.callbacks} must return a list of lightning.pytorch.Callback (that of the package pytorch_lightning "
