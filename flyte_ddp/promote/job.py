@@ -70,7 +70,7 @@ def judge(candidate: Measured, current: Measured | None, options: PromotionOptio
 
     The candidate wins if its measure is better by more than the margin. It also wins if there is no promoted model, or
     if the promoted model's measure or loss is not finite. The candidate's own loss must be finite even if another
-    measure decides, since a model whose outputs are NaN still has an accuracy.
+    measure decides.
 
     Args:
         candidate: the candidate's measures on the test split.
@@ -91,7 +91,7 @@ def judge(candidate: Measured, current: Measured | None, options: PromotionOptio
             "recipe's higher_is_better or lower_is_better"
         )
     higher = options.better == "higher" or (options.better == "auto" and not candidate.is_lower_better[name])
-    for one in dict.fromkeys(("loss", name)):
+    for one in dict.fromkeys(("loss", name)):  # a model whose outputs are NaN still has an accuracy
         if not math.isfinite(value := candidate.measures.get(one, 0.0)):
             raise InputError(f"the candidate's {one} must be finite, got {value}: use a model that has not diverged")
     before = current.measures[name] if current else None

@@ -171,8 +171,8 @@ def roll_back(place: Place, version: str) -> Pointer:
     """Promote an earlier version again, after verifying its weights, and return the new pointer.
 
     A current.json that is damaged or missing is replaced by a new one, without the history. If this version, or the
-    version that was promoted before, was promoted with a name for MLflow, the registered model's alias moves to this
-    version. If this version has no entry in MLflow, it then gets one. If MLflow fails, a warning is printed.
+    version that it replaces, was promoted with a name for MLflow, the registered model's alias moves to this version,
+    which gets an entry in MLflow if it has none. If MLflow fails, a warning is printed.
 
     Args:
         place: the place of the promoted models.

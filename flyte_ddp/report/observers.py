@@ -184,7 +184,7 @@ class TimeLeft:
     def estimate(self, event: Any) -> Any:
         """Return a run's next event; for a StepLogged, return a copy with the estimate of seconds_left.
 
-        Pass each event of the run, in order: the estimate follows from all of them. It is None while it is unknown.
+        Pass each event of the run, in order, because the estimate follows from all. It is None while unknown.
         """
         if isinstance(event, RunStarted):
             self._began = self._now()
@@ -201,7 +201,7 @@ class TimeLeft:
     def _left(self, event: StepLogged) -> float | None:
         """Return the seconds from this step to the end of training, evaluations included; None if unknown.
 
-        They are unknown in the first FIRST_SECONDS, and for a script.
+        They are unknown in the first FIRST_SECONDS, for a script, and if run.steps_per_epoch is unknown.
         """
         run = self._run
         seconds = self._now() - self._began
