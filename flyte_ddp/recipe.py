@@ -161,8 +161,8 @@ class Recipe:
     ) -> nn.Module:
         """Load the trained network from a model_state or safetensors file, in evaluation mode on the CPU.
 
-        Nothing in the file is executed. But without `settings`, the module that the file names for the class of the
-        settings is imported.
+        Nothing in the file is executed. But without `settings`, the method imports the module of their class, which
+        the file names.
 
         Args:
             path: the file.

@@ -106,9 +106,9 @@ def train(
             checkpoint is no longer valid.
         on_event: on_event(event) is called with every event. Without on_event, or with a report, lines are printed to
             standard error.
-        init: what to start with, one of three. The model_state of an earlier training. A checkpoint, from which
-            training continues up to settings.epochs in total: final-checkpoint in the output of a training with
-            options.keep_checkpoint. A folder in save_pretrained's layout, which the recipe gets as init_path.
+        init: what to start with: the model_state of an earlier training; a folder in save_pretrained's layout, which
+            the recipe gets as init_path; or a checkpoint, from which training continues up to settings.epochs in
+            total. A training with options.keep_checkpoint leaves one in its output, as final-checkpoint.
         observers: "package.module:Name" of classes with a method for each event that concerns them. Unlike on_event,
             they cannot hurt the run: they run in threads of their own, and an exception is only reported.
         report: whether `output` also gets report.html, which is updated while the run trains, and whether
