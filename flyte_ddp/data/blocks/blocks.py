@@ -64,10 +64,9 @@ class Blocks:
             path: the path of the file, which must not exist yet.
 
         Raises:
-            DataError: `read` failed, the tree is not one of arrays of numbers, or the block has another number of
-                samples than lengths[number].
-            InputError: `read` raised it.
-            ReportedError: `read` raised it. DownloadError is a subclass.
+            DataError: `read` raised any error but those below, the tree is not one of arrays of numbers, or the block
+                has another number of samples than lengths[number].
+            InputError, ReportedError: `read` raised it.
             OSError: The file could not be written.
         """
         assert self._read is not None
@@ -101,7 +100,7 @@ def to_rows(tree: Any, name: str) -> np.ndarray:
 
     Raises:
         DataError: The arrays differ in their number of rows, there is no array, or a leaf is no array of numbers. Or a
-            dict has a key that is no string, or has just the keys "0", "1" and so on, which stand for a tuple here.
+            dict has a key that is no string, or just the keys "0", "1" and so on, from which to_tree() makes a tuple.
     """
     length = count_rows(tree, name)
     kind = _row_kind(tree, name)

@@ -236,7 +236,7 @@ class Readable(NamedTuple):
 
 
 def _read_images(folder: Path, splits: Mapping[str, Sequence[tuple[int, str]]], images: ImageSettings) -> Readable:
-    """Read and decode all images, and return which of them can be read and which cannot.
+    """Read and decode all images, and return which can be read, which cannot, and a digest and histogram of the former.
 
     Args:
         folder: the folder of the images.
