@@ -37,7 +37,7 @@ def write_formats(environment: Environment, link: Link, asked: ExportJob) -> Wri
 
     Args:
         environment: the environment of this process.
-        link: told after each batch and each file that the process is alive.
+        link: tells the parent process after each batch and each file that this process is alive.
         asked: the job, the formats, and the folder for the files, which must exist. If a format fails, the files of the
             formats before it stay in the folder.
 
@@ -111,7 +111,7 @@ def measure_file(environment: Environment, link: Link, argument: tuple[Job, str,
 
     Args:
         environment: the environment of this process.
-        link: told after each batch that the process is alive.
+        link: tells the parent process after each batch that this process is alive.
         argument: the job, the file's format, and the file's path.
 
     Returns:

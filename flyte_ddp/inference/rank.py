@@ -47,7 +47,7 @@ def predict_images(environment: Environment, link: Link, job: ShardJob) -> None:
 
     Args:
         environment: this process, with its device.
-        link: is told after each image file and each batch that the process is alive.
+        link: tells the parent process after each image file and each batch that this process is alive.
         job: the shard. All of its images are in memory at once.
 
     Raises:
@@ -81,7 +81,7 @@ def read_images(job: ShardJob, description: DatasetDescription, link: Link) -> t
 
     The images are the files job.files or, if there are none, a part of the dataset's split. A file's label is the class
     that its folder is named after, by name or number, else "". The image of a file that cannot be read is all zeros,
-    and its row has the reason. The link is told after each file that the process is alive.
+    and its row has the reason. After each file, the link tells the parent process that this process is alive.
 
     Raises:
         InputError: the images are files, and the dataset's images have neither 1 nor 3 channels.

@@ -314,8 +314,8 @@ class Place:
     def _own_errors(self) -> Iterator[None]:
         """Replace errors of storage and disk in the block by this library's errors; a context manager.
 
-        An error that a retry would not mend, such as a missing permission or a full disk, becomes an InputError. Any
-        other exception becomes a RecoverableError. Errors of this library, which are click's, pass unchanged.
+        An error that a retry would not mend, such as a missing permission or a full disk, becomes an InputError. A
+        ClickException, such as this library's errors, passes unchanged. Any other exception becomes a RecoverableError.
         """
         try:
             yield

@@ -27,7 +27,7 @@ def measure_models(environment: Environment, link: Link, argument: tuple[Sequenc
 
     Args:
         environment: this process, which computes alone.
-        link: is told after each batch that the process is alive.
+        link: tells the parent process after each batch that this process is alive.
         argument: the jobs; and what messages call the models of all jobs but the first.
 
     Raises:
