@@ -291,9 +291,10 @@ class RankObserver(Checkpoint, Training):
     def _between_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Save a checkpoint, and stop, if a rank has asked for it; a collective.
 
-        The trainer calls this before each step. Before the first step after a resume within an epoch, this method
-        repeats what happens at an epoch's start. After a resume beyond the first epoch, new workers read the data if a
-        hook at the start may have changed the Dataset.
+        The trainer calls this method before each step. Before the first step after a resume, the method does more:
+
+        - Within an epoch, it repeats what happens at the epoch's start.
+        - In a later epoch than the first, it starts new loader workers if a hook may have changed the Dataset.
 
         Raises:
             StopRequested: A rank was asked to stop; the checkpoint was written.

@@ -28,7 +28,7 @@ def describe_rank_change(ran_on: Sequence[dict[str, Any]], ranks: int) -> str:
     """Return a warning if a training continues on another number of ranks than before, else an empty text.
 
     Args:
-        ran_on: the machines that the training has run on, latest last, each with its number of "ranks"; empty at first.
+        ran_on: the machines that the training has run on before, latest last, each with its number of "ranks"; or [].
         ranks: the number of ranks now.
     """
     before = ran_on[-1]["ranks"] if ran_on else ranks

@@ -83,8 +83,8 @@ class Attempt:
     def lose(self, epoch: int, step: int) -> bool:
         """Move this attempt's seconds of work after a position to the cause "lost": the training continues from there.
 
-        These are the seconds after the last mark at or before the position or, if all marks are later, after the first
-        mark. All marks after the position are deleted, except the first.
+        These are the seconds after the last mark() at or before the position or, if all marks are later, after the
+        first. All marks after the position are deleted, except the first.
 
         Args:
             epoch: the position's epoch.
