@@ -11,17 +11,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import patch
 
+import pytest
 from flyteidl.core.errors_pb2 import ErrorDocument
 from flyteidl.core.literals_pb2 import Blob, BlobMetadata, KeyValuePair, Literal, LiteralMap, Scalar
 from flyteidl.core.tasks_pb2 import Container, Resources, TaskTemplate
 from flyteidl.core.types_pb2 import BlobType
 from flytekit import FlyteContextManager
+from flytekit.bin.entrypoint import execute_task_cmd
+from flytekit.configuration import ImageConfig, SerializationSettings
+from flytekit.core.base_task import PythonTask
 from flytekit.core.type_engine import TypeEngine
+from flytekit.tools.translator import get_serializable
 from google.protobuf.json_format import MessageToDict
 
 from flyte_ddp.data.prepared import prepared
@@ -43,6 +50,13 @@ LARGEST_SHARE = 0.8  # of the memory limit: other versions of torch want their p
 STORAGE_CLIENT = 90 * 2**20  # s3fs and botocore, measured: with paths of this machine flytekit leaves them alone
 CORES = itertools.cycle(sorted(os.sched_getaffinity(0)))
 PATIENCE_SECONDS = 300  # for what takes some 20 s: a test that fails should say so, instead of blocking all others
+
+
+def registered(task: PythonTask) -> TaskTemplate:
+    """What `pyflyte package` makes of a task of a module that the test has imported."""
+    settings = SerializationSettings(ImageConfig.from_images(IMAGE, {"trainer": IMAGE}))
+    template: TaskTemplate = get_serializable(OrderedDict(), settings, task).template.to_flyte_idl()
+    return template
 
 
 @functools.cache
@@ -170,6 +184,23 @@ class Pod:
     def run(self) -> dict[str, Literal]:
         """Waits for its success and returns the outputs."""
         return run_together(self)
+
+    def run_here(self) -> dict[str, Literal]:
+        """As run(), but as finish_here()."""
+        self.finish_here()
+        return self.outputs()
+
+    def finish_here(self) -> None:
+        """Runs the command in the test's process, which has imported flytekit and torch. Its memory isn't measured."""
+        program, *arguments = self.command
+        assert program == "pyflyte-execute"
+        with (
+            open(self.folder / "log", "w") as log, redirect_stdout(log), redirect_stderr(log),
+            patch.dict(os.environ, self.environment, clear=True), pytest.MonkeyPatch.context() as here,
+        ):  # fmt: skip
+            here.chdir(tempfile.gettempdir())
+            here.setattr(sys, "path", [*sys.path])  # to which the command appends
+            execute_task_cmd.main(arguments, standalone_mode=False)
 
     def finish(self) -> int:
         """Waits for the end and returns the status, which is 0 for a task that failed: Flyte reads that from a file."""

@@ -114,7 +114,7 @@ def test_pods_predict_a_shard_and_gather_it(trained, photos, tmp_path):
     model = literal(PythonPickledFile(str(trained.model), remote_path=False))
     folder = literal(FlyteDirectory(str(photos), remote_directory=False), FlyteDirectory | None)
     given = {"model_state": model, "folder": folder, "options": literal(InferenceOptions(shards=1))}
-    checked = Pod(tasks["flyte_ddp.inference.task.resolve_inputs"], given, tmp_path / "check").run()
+    checked = Pod(tasks["flyte_ddp.inference.task.resolve_inputs"], given, tmp_path / "check").run_here()
     assert checked["dataset"].scalar.primitive.string_value == "digits"
     fixed = {"data": data, "folder": folder, "options": checked["options"]}
     inputs = {"model_state": model, **fixed}

@@ -1,15 +1,15 @@
 """A pod that trains a LightningModule: that of examples/autoencoder, killed, and the next attempt."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flyte_ddp.lightning.settings import LightningOptions
-from scripts.dry_run import build_package
 from tests.commands import ROOT
 from tests.examples import project
-from tests.pod import IMAGE, Pod, is_whole, literal, small_dataset
+from tests.pod import Pod, is_whole, literal, registered, small_dataset
 
 pytestmark = pytest.mark.slow
 
@@ -25,21 +25,22 @@ def has_steps(logs):
     return any(b"train/loss" in file.read_bytes() for file in logs.glob("tensorboard/*/*"))
 
 
-def test_a_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path):
+def test_a_retry_goes_on_from_the_checkpoint_of_a_killed_pod(tmp_path, monkeypatch):
     place = project()
+    monkeypatch.setenv("DDP_PROFILE", "sandbox")
+    monkeypatch.delitem(sys.modules, "autoencoder.workflow", raising=False)  # which is registered otherwise
     from autoencoder.settings import Settings
+    from autoencoder.workflow import train_autoencoder
 
     settings = Settings(epochs=40, batch_size=50, learning_rate=0.01)
     inputs = {"settings": literal(settings), "data": small_dataset(tmp_path / "small")}
     inputs["options"] = literal(LightningOptions(tracking="tensorboard"))
-    environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
-    package = build_package(IMAGE, environment=environment, package="autoencoder.workflow", folder=place)
-    task, path = package.tasks["autoencoder.workflow.train_autoencoder"], {"PYTHONPATH": f"{ROOT}:{place}"}
+    task, path = registered(train_autoencoder), {"PYTHONPATH": f"{ROOT}:{place}"}
 
     first = Pod(task, inputs, tmp_path / "killed", path)
     first.kill_when(lambda: is_whole(first.checkpoints / "checkpoint") and has_steps(first.logs))
     second = Pod(task, inputs, tmp_path / "retried", path, previous=first)
-    assert Path(second.run()["model_state"].scalar.blob.uri).exists()
+    assert Path(second.run_here()["model_state"].scalar.blob.uri).exists()
     assert "resuming from the checkpoint: epoch " in second.log
     steps = steps_in(second.logs)
     assert steps == sorted({*steps}), "none is written twice"

@@ -184,7 +184,7 @@ def test_a_loss_that_is_not_finite_tells_of_a_broken_network_whatever_its_accura
 def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_path):
     task = package_for_here().tasks["flyte_ddp.promote.task.promote_images"]
 
-    def attempt(name, model):
+    def pod(name, model):
         inputs = {
             "model_state": literal(PythonPickledFile(str(model), remote_path=False)),
             "data": literal(FlyteDirectory(str(prepare("digits")), remote_directory=False)),
@@ -193,11 +193,11 @@ def test_a_retried_pod_says_what_the_attempt_before_has_done(weak, strong, tmp_p
             "options": literal(PromotionOptions()),
         }
         execution = {"FLYTE_INTERNAL_EXECUTION_ID": name[:1]}
-        outputs = Pod(task, inputs, tmp_path / name, environment=execution).run()
-        return decode(outputs["summary"])
+        return Pod(task, inputs, tmp_path / name, environment=execution)
 
     pyflyte(*to(tmp_path / "models", weak.model))
-    once, again = attempt("b", strong.model), attempt("b, retried", strong.model)
+    outputs = pod("b", strong.model).run_here(), pod("b, retried", strong.model).run()
+    once, again = (decode(attempt["summary"]) for attempt in outputs)
     assert once == again
     assert (once["candidate"], once["current"]) == (strong.accuracy, weak.accuracy)
     assert len(Place(platform, str(tmp_path / "models")).read().history) == 2

@@ -4,8 +4,7 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,13 @@ from flyte_ddp.__main__ import main
 from flyte_ddp.code.user_code import find_script
 from flyte_ddp.errors import InputError
 from flyte_ddp.manifest import read_manifest
+from flyte_ddp.script import flyte2
 from flyte_ddp.script.job import RANKS
 from flyte_ddp.script.task import ScriptTraining
 from flyte_ddp.script.training import check_arguments, check_options
 from flyte_ddp.settings import RunOptions
-from scripts.dry_run import build_package
 from tests.commands import ROOT, output, typed
-from tests.pod import IMAGE, Pod, literal
+from tests.pod import Pod, literal, registered
 
 NANO = Path(__file__).with_name("nano.py")
 
@@ -58,45 +57,38 @@ def test_the_guide_to_scripts_works_as_it_stands(project, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_pod_leaves_its_checkpoint_to_the_next_attempt(project, tmp_path):
+def test_a_killed_pod_leaves_its_checkpoint_to_the_next_attempt(project, tmp_path, monkeypatch):
     place, _ = project
     waits = NANO.with_name("waits.py").read_text()
     (place / "jobs" / "train.py").write_text(waits.replace("sys.argv[1]", "sys.argv[2]"))  # it follows --out_dir
-    environment = {"DDP_PROFILE": "sandbox", "PYTHONPATH": str(ROOT)}
-    task = build_package(IMAGE, environment=environment, package="gpt", folder=place).tasks["gpt.workflow.train_gpt"]
+    (place / "gpt").rename(place / "killed_gpt")  # a name that no other test imports
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setenv("DDP_PROFILE", "sandbox")
+    task = registered(import_module("killed_gpt.workflow").train_gpt)
     path, inputs = {"PYTHONPATH": f"{ROOT}:{place}"}, {"options": literal(RunOptions(nproc=2))}
     killed = Pod(task, inputs, tmp_path / "killed", path)
     manifest = killed.checkpoints / "checkpoint"
     killed.kill_when(lambda: manifest.exists() and read_manifest(manifest) is not None)
     again = Pod(task, inputs, tmp_path / "again", path, previous=killed)
-    outputs = again.run()
+    outputs = again.run_here()
     assert "resuming from the checkpoint" in again.log
     assert "[rank 1] rank 1 goes on from step 7" in again.log
     assert Path(outputs["checkpoint"].scalar.blob.uri, "ckpt").read_text() == "step 7"
 
 
-UNDER_FLYTE_2 = """
-from flyte_ddp import RunOptions
-from flyte_ddp.script.flyte2 import ScriptTraining
-training = ScriptTraining("jobs/train.py", arguments=["--max_iters", "10"])
-env = training.environment("gpt")
-@env.task(**training.arguments())
-async def train(options: RunOptions = RunOptions()) -> str:
-    return "never called"
-assert any(str(file).endswith("jobs/train.py") for file in env.include)
-assert training.arguments()["cache"] == "disable"
-assert training.arguments(cache=True)["cache"].behavior == "auto"
-"""
-
-
-@pytest.mark.slow
-def test_it_is_a_task_of_flyte_2(project):
+def test_it_is_a_task_of_flyte_2(project, monkeypatch):
     place, _ = project
-    done = subprocess.run(
-        [sys.executable, "-c", UNDER_FLYTE_2], cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(place)
+    training = flyte2.ScriptTraining("jobs/train.py", arguments=["--max_iters", "10"])
+    env = training.environment("gpt")
+
+    @env.task(**training.arguments())
+    async def train(options: RunOptions) -> str:
+        return "never called"
+
+    assert any(str(file).endswith("jobs/train.py") for file in env.include)
+    assert training.arguments()["cache"] == "disable"
+    assert training.arguments(cache=True)["cache"].behavior == "auto"
 
 
 def test_the_cache_is_for_those_who_ask_for_it(tmp_path, monkeypatch):

@@ -17,4 +17,4 @@ if rank == "0":
     while '"step": 7' not in progress.read_text():
         threading.Event().wait(0.05)
     (place / "ckpt").write_text("step 7")
-threading.Event().wait()
+threading.Event().wait(120)  # where it is not killed, the test fails
