@@ -62,16 +62,20 @@ def test_what_predicts_or_promotes_asks_for_one_device_of_those_that_training_ha
     assert none.resources.gpu is None
 
 
-def test_the_entry_files_ask_for_as_many_devices_as_they_use():
+def test_the_entry_files_ask_for_as_many_devices_as_they_use_and_ship_what_the_parent_does_not_import():
     """In a process of its own, since a file's environments are made when it is imported."""
     program = (
-        "import flyte2.inference as i, flyte2.promote as p, flyte2.mnist as m; "
-        "print([one.resources.gpu for one in (i.prediction, p.promotion, m.training)])"
+        "import sys, flyte2.inference as i, flyte2.promote as p, flyte2.mnist as m; "
+        "print([one.resources.gpu for one in (i.prediction, p.promotion, m.training)]); "
+        "print([name for name in ('flytekit', 'torch') if name in sys.modules]); "
+        "print(*m.training.include)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "DDP_GPUS": "4"}
     )
-    assert done.stdout == "[1, 1, 4]\n", done.stderr
+    assert done.stdout.startswith("[1, 1, 4]\n[]\n"), done.stderr
+    shipped = {f"{ROOT}/flyte_ddp/{file}" for file in ("engine/worker.py", "attempt/platform_training.py")}
+    assert shipped <= {*done.stdout.split()}
 
 
 @pytest.mark.parametrize(("gpu", "count"), [("H100:3", 3), (3, 3), (0, 0), (flyte.GPU("T4", 3), 3)])
