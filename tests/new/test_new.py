@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from flyte_ddp.__main__ import main
 from scripts.dry_run import ROOT, read_package
 from tests.environment import make_environment
+from tests.flyte2.test_local import flyte_run
 from tests.pod import IMAGE, container_of
 
 TEMPLATE = ROOT / "flyte_ddp" / "new" / "template"
@@ -137,12 +138,9 @@ def test_one_for_flyte_2_trains_by_its_sdk(tmp_path):
     project = tmp_path / "flowers"
     assert requirement(project) == named.replace("[tensorboard]", "[flyte2,tensorboard]")
     assert not any("my_project" in file.read_text() for file in project.rglob("*") if file.is_file())
-    command = re.findall(r"flyte run --local .*(?= \$\(ARGS\))", (project / "Makefile").read_text())[0].split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [*command, "--settings", '{"epochs": 2}']
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Epoch 2 of 2: test accuracy" in done.stderr
+    file, task = re.findall(r"flyte run --local (\S+) (\S+) \$\(ARGS\)", (project / "Makefile").read_text())[0]
+    said = flyte_run("--settings", '{"epochs": 2}', file=file, task=task, cwd=project)
+    assert "Epoch 2 of 2: test accuracy" in said
     ours, theirs = (
         ROOT / "flyte_ddp" / "new" / place / "workflow.py"
         for place in ("flyte2/template/my_project", "template/my_project")
