@@ -28,8 +28,11 @@ PROGRAM = """if True:
 """
 NEEDS = [
     'assert torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(2)).tolist() == [2, 2]',
-    "from torch._dynamo.utils import counters",
-    'from torchvision.ops.roi_align import is_compile_supported; assert is_compile_supported("cpu")',
+    """if True:
+        from torch._dynamo.utils import counters
+        from torchvision.ops.roi_align import is_compile_supported
+        assert is_compile_supported("cpu")
+    """,
 ]
 
 
