@@ -170,7 +170,7 @@ def open_network(name: str, path: Path, model: nn.Module) -> nn.Module:
     What is returned depends on the format:
 
     - "safetensors": `model` itself, with the file's weights, in evaluation mode.
-    - "pretrained": a network in evaluation mode. If the folder has adapters, it contains the base network of `model`.
+    - "pretrained": a network in evaluation mode, with the base network of `model` if the folder has adapters.
     - "pt2": a network in the mode in which it was traced. It refuses train() and eval().
     - "onnx": a network that runs on the CPU, on tensors on the CPU. Its first call also calls `model`, to learn how
       outputs are nested.

@@ -88,7 +88,8 @@ class CheckpointFiles(TorchCheckpointIO):
     def check(self, trainer: Trainer) -> None:
         """Raise InputError, before the first step, if a checkpoint of the training could not be read again.
 
-        The checkpoint is gathered as Lightning does it, which may be a collective. If that fails, nothing is checked.
+        All ranks call this method, because Lightning may gather the checkpoint by a collective. If gathering fails,
+        nothing is checked.
         """
         try:
             checkpoint = checkpoint_now(trainer)

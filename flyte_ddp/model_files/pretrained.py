@@ -18,8 +18,8 @@ def check_pretrained(folder: Path) -> None:
     """Raise InputError unless a folder has a whole pretrained model: configuration, safetensors files and their index.
 
     The function reads the headers and lengths of the safetensors files, to notice a file that was cut off, but not the
-    weights. Only files of a numbered series need an index. Every weight in an index must be in its file. Raises OSError
-    if a file cannot be read.
+    weights. Only files of a numbered series need an index. Every weight must be in the file that an index names for it.
+    Raises OSError if a file cannot be read.
     """
     configs = [folder / name for name in CONFIGS if (folder / name).is_file()]
     if not configs:

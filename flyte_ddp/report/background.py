@@ -73,11 +73,11 @@ class Background(Observer):
         self._close_seconds -= time.monotonic() - began
 
     def close(self) -> None:
-        """Close the observer after it has handled all queued events, and wait for this, at most close_seconds.
+        """Close the observer after it has handled all queued events, and wait for this.
 
-        If the observer is not closed by then, this method calls abandon(), an argument of the constructor, as
-        close_seconds is. One warning is printed if events were lost, or if the observer was abandoned, could not be
-        created, or failed. No error of the observer is raised. If Ctrl-C ends the wait, call this method again.
+        After close_seconds, the method stops waiting and calls abandon(); both are the constructor's arguments. One
+        warning is printed if events were lost, or if the observer was abandoned, could not be created, or failed. No
+        error of the observer is raised. If Ctrl-C ends the wait, call this method again.
         """
         deadline = time.monotonic() + max(0.0, self._close_seconds)
         if not self._is_closing:

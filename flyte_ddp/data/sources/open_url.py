@@ -66,8 +66,8 @@ class Opener:
     def open(self, url: str) -> tuple[Pieces, int | None]:
         """Open a URL of http, https, file or object storage.
 
-        The connection or file stays open until all pieces are read, or the generator of pieces is closed. Both errors
-        may also be raised while pieces are read.
+        The connection or file stays open until all pieces are read, or the generator of pieces is closed. Reading a
+        piece may raise the errors below, too.
 
         Returns:
             The content, piece by piece, and its size in bytes, which is None if it is unknown.
