@@ -1,4 +1,4 @@
-"""A whole run with everything switched on, by pyflyte as a user types it. A pod's is in tests/test_pod.py."""
+"""A whole run with everything switched on, by pyflyte. A pod's is in tests/test_pod.py."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 
 from flyte_ddp.settings import RunOptions
-from tests.commands import ROOT, pyflyte, pyflyte_process
+from tests.commands import ROOT, pyflyte
 from tests.pod import small_dataset
 from tests.report.test_tracking import KEY, files_with
 from tests.report.wandb_server import Server
@@ -24,8 +24,8 @@ def test_local_run_shows_itself_and_keeps_the_key(tmp_path):
     said: list[str] = []
     with Server("answers") as server:
         key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        for run in (pyflyte_process, pyflyte):
-            result = run(*command, cwd=tmp_path, environment={**place, **key})
+        for _ in range(2):
+            result = pyflyte(*command, cwd=tmp_path, environment={**place, **key})
             said += [result.stdout, result.stderr]
         asked = zip(server.operations, server.variables, strict=True)  # more than once where the machine is busy
         runs = {variables["name"] for operation, variables in asked if operation == "RunResumeStatus"}

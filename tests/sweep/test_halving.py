@@ -248,6 +248,8 @@ def test_an_interrupted_sweep_goes_on_and_its_winner_has_the_bits_of_an_uninterr
     log += running.communicate(timeout=120)[1]
     assert running.returncode not in (0, None)
     assert "Every trial" not in log
+    assert "\nEpoch " in log
+    assert not re.search(r"warning|USDT|deprecat", log.partition("\nEpoch ")[0], re.IGNORECASE), "of what is imported"
     assert epochs_of(log)[:2] == ["1 of 1"] * 2, "and one that failed in its first"
 
     halved = pyflyte(*command)
