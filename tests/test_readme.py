@@ -106,7 +106,7 @@ def user(tmp_path_factory) -> dict[str, str]:
     project = place / "project"
     ignored = shutil.ignore_patterns(".venv*", ".tools", ".git", "__pycache__", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, project, ignore=ignored)
-    make_environment(project / ".venv", "--without-pip")
+    make_environment(project / ".venv")
     for stamp in ("run.stamp", "dev.stamp"):
         (project / ".venv" / stamp).touch()
 

@@ -29,7 +29,7 @@ class User:
         shutil.copytree(ROOT / "flyte_ddp", self.checkout / "flyte_ddp", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, self.checkout)
-        make_environment(self.environment)
+        make_environment(self.environment, has_pip=True)
         self.library = f"flyte-ddp-training @ file://{self.checkout}"
         self.install(self.library)
 
