@@ -97,8 +97,8 @@ class BestModels(Observer):
     def publish(self) -> list[KeptModel]:
         """Link or copy the files of the best models into the folder job.logs, at the end of a training.
 
-        Rank 0 does so, after it has deleted all files best-*-epoch-*.pt of the folder, such as an earlier training's. A
-        model whose file is missing, because it could not be written, is left out.
+        Rank 0 does so, after remove_earlier() of results.py. A model whose file is missing, because it could not be
+        written, is left out.
 
         Returns:
             On rank 0, a description of each file, the best first. On the other ranks, an empty list.
@@ -112,8 +112,6 @@ class BestModels(Observer):
         models: list[KeptModel] = []
         measure = self._tracker.measure
         with writing_to(logs, self._job.chosen_by):
-            for older in logs.glob("best-*-epoch-*.pt"):
-                older.unlink()
             for number in filter(lambda number: self._file(number).exists(), self._kept):
                 epoch = self._training.progress.history[number]
                 name = f"best-{len(models) + 1}-epoch-{counted(epoch.position)}.pt"

@@ -31,8 +31,17 @@ from flyte_ddp.whole_files import whole_file, writing_to
 MOST_PICTURES = 24
 
 
+def remove_earlier(job: Job) -> None:
+    """Remove what an earlier training may have left in job.logs, and this one may not write again. Raises OSError."""
+    logs = Path(job.logs)
+    for file in (*(logs / name for name in (PREDICTIONS, PICTURES, LAST, FINAL)), *logs.glob("best-*-epoch-*.pt")):
+        file.unlink(missing_ok=True)
+
+
 def write_last(setup: SetUp, job: Job) -> None:
     """Write the last epoch's weights and the final checkpoint, if they are wanted; a collective.
+
+    Rank 0 removes an earlier training's first, with its predictions, pictures and best models.
 
     Rank 0 writes the files into job.logs. The weights are written if there is a validation split, because the training
     may return another epoch's weights. The checkpoint is written with options.keep_checkpoint or settings.stop_after,
@@ -48,6 +57,8 @@ def write_last(setup: SetUp, job: Job) -> None:
     """
     state = setup.state
     with writing_to(job.logs, job.chosen_by):
+        if distributed.get_rank() == 0:
+            remove_earlier(job)
         if setup.validation:
             write_weights(setup, job, Path(job.logs, LAST), state.progress.history[-1].validation)
         if job.options.keep_checkpoint or job.settings.stop_after:
@@ -63,8 +74,7 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     """Write a trained network's weights, predictions and pictures, and return the digest of the weights; a collective.
 
     Rank 0 writes the weights to job.model_path. These are the weights that the training evaluates, which may be the
-    moving average. Rank 0 deletes predictions and pictures of an earlier training from job.logs. It writes new
-    predictions there if `tested` has some, and pictures if the recipe draws some.
+    moving average. It writes predictions to job.logs if `tested` has some, and pictures if the recipe draws some.
 
     Args:
         setup: the training.
@@ -85,8 +95,6 @@ def write_results(setup: SetUp, tested: Evaluated, job: Job) -> str:
     # Outside of the blocks, because an OSError of the recipe's code says nothing about the folder
     drawn = draw_pictures(setup.state, setup.test.split) if is_first or is_sharded(setup.state.model) else []
     with writing_to(job.logs, job.chosen_by):
-        for name in (PREDICTIONS, PICTURES) if is_first else ():
-            Path(job.logs, name).unlink(missing_ok=True)
         if tested.predictions is not None:
             write_predictions(tested.predictions, setup, Path(job.logs, PREDICTIONS))
         if is_first and drawn:

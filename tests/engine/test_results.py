@@ -128,9 +128,18 @@ def test_a_link_in_the_folder_is_replaced_and_what_it_leads_to_stays(tmp_path):
     assert not any((folder / name).is_symlink() for name in names)
     assert np.load(folder / "predictions.npy").shape == (SIZE, 20_000)
     assert np.load(folder / "pictures.npz")["captions"].tolist() == ["one"]
-    run(Sound, folder)
-    left = {path.name for path in folder.iterdir()}
-    assert not {"predictions.npy", "pictures.npz"} & left, "what it does not have is not an earlier one's"
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+@pytest.mark.parametrize("recipe", [Sound, "tests.engine.own_loops:plain"])
+def test_what_a_training_does_not_write_is_not_an_earlier_ones(recipe, tmp_path):
+    earlier = {"predictions.npy", "pictures.npz", "last.pt", "final-checkpoint", "best-1-epoch-2.5.pt"}
+    for name in earlier | {"mine.pt"}:
+        (tmp_path / name).touch()
+    run(recipe, tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"model.pt", "mine.pt"} <= left
+    assert not earlier & left
 
 
 def test_torchs_older_weight_norm_is_trained_and_averaged(tmp_path):

@@ -16,7 +16,7 @@ from flyte_ddp.engine.own_loop.agreement import Call
 from flyte_ddp.engine.own_loop.loop import Loop
 from flyte_ddp.engine.own_loop.state import LoopState
 from flyte_ddp.engine.own_loop.unsaved import Unsaved
-from flyte_ddp.engine.results import export_model
+from flyte_ddp.engine.results import export_model, remove_earlier
 from flyte_ddp.engine.virtual_ranks.rules import check_settings
 from flyte_ddp.errors import InputError
 from flyte_ddp.events import EpochChosen, StartUp
@@ -170,6 +170,7 @@ def finish(state: LoopState, environment: Environment, link: Link, job: Job) -> 
         link.emit(event)
     if environment.rank == 0:
         with writing_to(Path(job.model_path).parent, job.chosen_by):
+            remove_earlier(job)
             export_model(state.evaluated_weights(), Path(job.model_path))
     tested = progress.history[number].test if progress.history else {}
     published = state.best_models.publish() if state.best_models else []
