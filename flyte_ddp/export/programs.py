@@ -244,8 +244,9 @@ def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[Ten
     """Return the name, shape and dtype of each input tensor and each output tensor of the network, in order.
 
     An input is named like its parameter of the network's forward. An input in *args is named by its position among all
-    positional inputs: "input_1" is the second one. A single output is "output". The name of a tensor in a list or dict
-    ends with its index or key, as in "output_0". Values other than tensors are left out.
+    positional inputs: "input_1" is the second one, or "input_input_1" if a parameter has that name. A single output is
+    "output". The name of a tensor in a list or dict ends with its index or key, as in "output_0". Values other than
+    tensors are left out.
 
     A dimension of a shape is its size if the size is the same in both calls, "batch" if the sizes are FEW (2) and MORE
     (3), the numbers of samples, and "any" otherwise.
@@ -259,7 +260,10 @@ def describe_tensors(model: nn.Module, few: Call, more: Call) -> tuple[tuple[Ten
         The inputs, and the outputs.
     """
     names, _ = _positional_names(model)
-    names += [f"input_{index}" for index in range(len(names), len(few.args))]
+    rest = [f"input_{index}" for index in range(len(names), len(few.args))]
+    while {*rest} & {*names, *few.kwargs}:
+        rest = [f"input_{name}" for name in rest]
+    names += rest
 
     def inputs(call: Call) -> dict[str, Any]:
         return {**dict(zip(names, call.args, strict=False)), **call.kwargs}

@@ -4,13 +4,15 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
+from torch import nn
 
 from flyte_ddp.code.user_code import find_code
 from flyte_ddp.engine.job import make_job, make_subject
 from flyte_ddp.engine.load import load_recipe
 from flyte_ddp.errors import DataError
 from flyte_ddp.export.card import make_card
-from flyte_ddp.export.programs import record_call, save_weights
+from flyte_ddp.export.programs import Call, format_call, record_call, save_weights
 from flyte_ddp.export.rank import measure_file, write_formats
 from flyte_ddp.export.settings import ExportJob, ExportOptions
 from flyte_ddp.launch.environment import Environment
@@ -53,6 +55,16 @@ def test_the_card_names_the_folder_that_the_network_is_made_from(tmp_path):
         job = dataclasses.replace(asked.job, init=init)
         card = make_card(dataclasses.replace(asked, job=job), written, {"safetensors": written.measured})
         assert f'load_model("model.safetensors"{more})' in card.markdown.replace("\\", "")
+
+
+class Rested(nn.Module):
+    def forward(self, input_1, *rest):
+        return input_1 + rest[0]
+
+
+def test_an_input_of_args_has_no_other_inputs_name():
+    inputs = torch.ones(2, 1), torch.ones(2, 1)
+    assert format_call(Rested(), Call(2, inputs, {}, inputs[0])) == "input_1, input_input_1"
 
 
 class Refusing(Lines):
