@@ -151,7 +151,7 @@ def test_pods_of_a_map_task_report_what_came_of_their_trial_and_that_of_the_next
         "options": literal(RunOptions()),
     }
     pod = Pod(package_for_here().tasks["workflows.sweep.run_trials"], inputs, place / "run")
-    pod.run_here()
+    assert pod.finish() == 0, pod.log
     job = DynamicJobSpec.FromString((pod.folder / "futures.pb").read_bytes())
     rung, last = (node.array_node for node in job.nodes if node.HasField("array_node"))
     assert {(node.parallelism, *node.bound_inputs) for node in (rung, last)} == {(3, "data", "options")}
