@@ -191,7 +191,10 @@ class Pod:
         return self.outputs()
 
     def finish_here(self) -> None:
-        """Runs the command in the test's process, which has imported flytekit and torch. Its memory isn't measured."""
+        """Runs the command in the test's process, which has imported flytekit and torch. Its memory isn't measured.
+
+        Not for dynamic tasks: what they start would be as the test's process has imported it.
+        """
         program, *arguments = self.command
         assert program == "pyflyte-execute"
         with (

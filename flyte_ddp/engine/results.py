@@ -41,12 +41,10 @@ def remove_earlier(job: Job) -> None:
 def write_last(setup: SetUp, job: Job) -> None:
     """Write the last epoch's weights and the final checkpoint, if they are wanted; a collective.
 
-    Rank 0 removes an earlier training's first, with its predictions, pictures and best models.
-
-    Rank 0 writes the files into job.logs. The weights are written if there is a validation split, because the training
-    may return another epoch's weights. The checkpoint is written with options.keep_checkpoint or settings.stop_after,
-    so that a later training can continue from it. Call this function before evaluate_test(), which may load the best
-    epoch's weights.
+    Rank 0 calls remove_earlier(), and then writes the files into job.logs. The weights are written if there is a
+    validation split, because the training may return another epoch's weights. The checkpoint is written with
+    options.keep_checkpoint or settings.stop_after, so that a later training can continue from it. Call this function
+    before evaluate_test(), which may load the best epoch's weights.
 
     Args:
         setup: the training, which is over.
